@@ -1,5 +1,14 @@
 """kernels_pallas: performance-critical operations, one public function each.
 
-Every operation lives in a folder of its own with a slow `reference`, an `xla` path that is fast on CPU, and (as
-they arrive) Pallas kernels for TPU and GPU behind one `implementation=` argument.
+Every operation lives in a folder of its own with a slow `reference`, an `xla` path that is fast on CPU, and
+(as they arrive) Pallas kernels for TPU and GPU behind one `implementation=` argument:
+
+>>> from kernels_pallas import causal_attention
 """
+
+# Imported eagerly: a function that shares its folder's name would otherwise lose the name to the folder as
+# soon as anything inside it is imported.
+from kernels_pallas.causal_attention.api import causal_attention
+from kernels_pallas.dispatch import Implementation, UnsupportedError
+
+__all__ = ["Implementation", "UnsupportedError", "causal_attention"]

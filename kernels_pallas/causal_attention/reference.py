@@ -1,0 +1,27 @@
+"""Causal attention as the formula reads: every score at once, highest precision."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def causal_attention(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads dim"],
+    segment_ids: Int[Array, "batch seq"] | None,
+    scale: float,
+) -> Float[Array, "batch seq heads dim"]:
+    """softmax(scale q kᵀ + mask) v with all seq × seq scores in memory; see `api.causal_attention`."""
+    batch, seq, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+    q = q.reshape(batch, seq, kv_heads, heads // kv_heads, dim)
+    highest = jax.lax.Precision.HIGHEST
+    scores = scale * jnp.einsum("btgrd,bsgd->bgrts", q, k, precision=highest)
+    visible = jnp.tril(jnp.ones((seq, seq), bool))[None]
+    if segment_ids is not None:
+        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    probabilities = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf))
+    out = jnp.einsum("bgrts,bsgd->btgrd", probabilities, v, precision=highest)
+    return out.reshape(query.shape).astype(query.dtype)
