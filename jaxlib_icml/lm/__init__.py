@@ -1,1 +1,27 @@
-""""""
+"""The language model that the flagship methods share: configuration, transformer, loss, cache and generation."""
+
+from jaxlib_icml.lm.cache import KVCache, LayerCache, init_cache
+from jaxlib_icml.lm.config import PRESETS, LMConfig, preset
+from jaxlib_icml.lm.generate import Generation, Sampling, generate, pad_prompts, sample
+from jaxlib_icml.lm.loss import LossAux, cross_entropy_sum, loss_fn
+from jaxlib_icml.lm.transformer import LMOutput, Transformer, split_model
+
+__all__ = [
+    "PRESETS",
+    "Generation",
+    "KVCache",
+    "LMConfig",
+    "LMOutput",
+    "LayerCache",
+    "LossAux",
+    "Sampling",
+    "Transformer",
+    "cross_entropy_sum",
+    "generate",
+    "init_cache",
+    "loss_fn",
+    "pad_prompts",
+    "preset",
+    "sample",
+    "split_model",
+]

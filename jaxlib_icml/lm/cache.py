@@ -1,0 +1,68 @@
+"""Key/value cache of a decoder."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlib_icml.lm.config import LMConfig
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, (batch, slots, kv_heads, head_dim); (layers, batch, ...) when scanned."""
+
+    keys: Float[Array, "*layers batch slots kv_heads head_dim"]
+    values: Float[Array, "*layers batch slots kv_heads head_dim"]
+
+
+class KVCache(NamedTuple):
+    """Cache of a whole model: one entry per layer (or one stacked entry) and the tokens held per row."""
+
+    layers: tuple[LayerCache, ...]
+    lengths: Int[Array, " batch"]
+
+
+def init_cache(config: LMConfig, batch: int, slots: int) -> KVCache:
+    """An empty cache.
+
+    Args:
+      config: the model's configuration.
+      batch: number of sequences.
+      slots: tokens each sequence can hold.
+
+    Returns:
+      Zeros in the compute dtype; `lengths` 0.
+
+    Raises:
+      ValueError: `batch` or `slots` below 1, or more slots than the context length.
+
+    >>> init_cache(LMConfig(num_layers=2), batch=1, slots=8).layers[0].keys.shape
+    (1, 8, 4, 32)
+    """
+    if batch < 1:
+        raise ValueError(f"batch: must be at least 1, got {batch}")
+    if not 1 <= slots <= config.context_length:
+        raise ValueError(f"slots: must be between 1 and context_length {config.context_length}, got {slots}")
+    shape = (batch, slots, config.resolved_num_kv_heads, config.resolved_head_dim)
+    stack = (config.num_layers,) if config.scan_layers else ()
+    zeros = jnp.zeros(stack + shape, config.compute_dtype)
+    layer = LayerCache(zeros, zeros)
+    return KVCache((layer,) * (1 if config.scan_layers else config.num_layers), jnp.zeros(batch, jnp.int32))
+
+
+def append(
+    cache: LayerCache,
+    keys: Float[Array, "batch seq kv_heads head_dim"],
+    values: Float[Array, "batch seq kv_heads head_dim"],
+    lengths: Int[Array, " batch"],
+) -> LayerCache:
+    """Write `seq` new tokens of every row behind the `lengths` tokens it already holds."""
+
+    def write(row: Array, new: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)
+
+    def update(old: Array, new: Array) -> Array:
+        return jax.vmap(write)(old, new.astype(old.dtype), lengths)
+
+    return LayerCache(update(cache.keys, keys), update(cache.values, values))

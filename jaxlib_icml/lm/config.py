@@ -1,0 +1,188 @@
+"""The one configuration of the language model, and its presets."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class LMConfig:
+    """Architecture of a decoder-only transformer; every field is a flag of `icml train` (`--model.width 256`).
+
+    Raises:
+      ValueError: sizes that do not fit one another; the message names the field.
+    """
+
+    vocab_size: int = 257
+    """Number of token ids. `icml train` takes it from the tokenizer."""
+    context_length: int = 256
+    """Longest sequence in tokens, in training and in generation."""
+    width: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Number of blocks (attention + feed-forward)."""
+    num_heads: int = 4
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key/value heads (grouped-query attention); None: as many as query heads."""
+    head_dim: int | None = None
+    """Size of one head; None: width / num_heads."""
+    mlp_width: int | None = None
+    """Hidden width of the dense feed-forward; None: 8/3 width (swiglu, rounded up to 32) or 4 width (gelu)."""
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """Feed-forward non-linearity."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys per head before the rotary embedding."""
+    qkv_bias: bool = False
+    """Add biases to the query, key and value projections."""
+    rope_theta: float = 10000.0
+    """Base of the rotary wavelengths."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in every RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output head."""
+    num_experts: int = 0
+    """Experts per mixture-of-experts layer; 0: dense feed-forward."""
+    num_active_experts: int = 2
+    """Experts per token."""
+    expert_width: int | None = None
+    """Hidden width of one expert; None: mlp_width / num_active_experts, so that active sizes agree."""
+    shared_expert_width: int = 0
+    """Hidden width of an expert that every token uses; 0: none."""
+    moe_gate: Literal["sigmoid", "softmax", "softmax_renorm", "cosine"] = "softmax_renorm"
+    """How router scores become the weights of the chosen experts."""
+    moe_balance: Literal["loss", "bias"] = "loss"
+    """Balance experts with an auxiliary loss, or only with selection biases that see the load."""
+    aux_loss_weight: float = 0.01
+    """Weight of the load-balancing loss (moe_balance = loss)."""
+    router_z_loss_weight: float = 0.001
+    """Weight of the mean squared log-partition of the router (moe_balance = loss)."""
+    expert_bias_rate: float = 0.01
+    """Step of the selection biases (moe_balance = bias)."""
+    init_std: float = 0.02
+    """Standard deviation of embeddings and head; hidden matrices use 1/sqrt(fan-in)."""
+    scan_layers: bool = False
+    """Stack the layers' parameters and scan over them: one compiled block however deep the model."""
+    remat: Literal["none", "full", "dots"] = "none"
+    """What the backward pass recomputes: nothing, whole blocks, or all but the matrix products."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Dtype of activations and matrix products; parameters stay float32. auto: bfloat16 on TPUs and GPUs."""
+    loss_chunk: int = 1024
+    """Tokens whose float32 logits exist at one time in the loss."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "vocab_size",
+            "context_length",
+            "width",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_width",
+            "num_active_experts",
+            "expert_width",
+            "loss_chunk",
+        ):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ValueError(f"{field}: must be at least 1, got {value}")
+        if self.head_dim is None and self.width % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} heads do not divide width {self.width}")
+        if self.resolved_head_dim % 2:
+            raise ValueError(f"head_dim: must be even for rotary embeddings, got {self.resolved_head_dim}")
+        if self.num_heads % self.resolved_num_kv_heads:
+            raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if self.num_experts < 0:
+            raise ValueError(f"num_experts: must be 0 (dense) or positive, got {self.num_experts}")
+        if self.num_experts and self.num_active_experts > self.num_experts:
+            raise ValueError(
+                f"num_active_experts: {self.num_active_experts} per token of only {self.num_experts} experts"
+            )
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """`head_dim`, or width / num_heads."""
+        return self.head_dim or self.width // self.num_heads
+
+    @property
+    def resolved_num_kv_heads(self) -> int:
+        """`num_kv_heads`, or num_heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def resolved_mlp_width(self) -> int:
+        """`mlp_width`, or the activation's usual multiple of the width."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 32) * 32
+
+    @property
+    def resolved_expert_width(self) -> int:
+        """`expert_width`, or an equal share of the dense width for each active expert."""
+        return self.expert_width or max(1, self.resolved_mlp_width // self.num_active_experts)
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype of activations on the default backend."""
+        name = self.dtype
+        if name == "auto":
+            name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return jnp.dtype(name)
+
+
+PRESETS: dict[str, LMConfig] = {
+    "tiny-moe": LMConfig(width=192, num_layers=4, num_heads=6, num_experts=8, qk_norm=True, expert_width=256),
+    "tiny-dense": LMConfig(width=192, num_layers=4, num_heads=6, qk_norm=True),
+    "gpt2-small": LMConfig(
+        vocab_size=50257,
+        context_length=1024,
+        width=768,
+        num_layers=12,
+        num_heads=12,
+        activation="gelu",
+        tie_embeddings=True,
+        dtype="auto",
+    ),
+    "llama-60m": LMConfig(
+        vocab_size=32000, context_length=1024, width=512, num_layers=8, num_heads=8, mlp_width=1376, dtype="auto"
+    ),
+    "qwen3-0.6b": LMConfig(
+        vocab_size=151936,
+        context_length=32768,
+        width=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_width=3072,
+        qk_norm=True,
+        rope_theta=1e6,
+        tie_embeddings=True,
+        scan_layers=True,
+        remat="full",
+        dtype="auto",
+    ),
+}
+
+
+def preset(name: str) -> LMConfig:
+    """The preset of that name.
+
+    Args:
+      name: a key of `PRESETS`.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: there is no such preset.
+
+    >>> preset("qwen3-0.6b").num_kv_heads
+    8
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset: unknown {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]

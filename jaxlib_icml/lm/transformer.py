@@ -1,0 +1,255 @@
+"""The decoder-only transformer that the language-model methods share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlib_icml.lm.attention import Attention, Rotary, rms_norm
+from jaxlib_icml.lm.cache import KVCache, LayerCache
+from jaxlib_icml.lm.config import LMConfig
+from jaxlib_icml.moe import RoutingStats, SparseMoE, update_expert_bias
+from jaxlib_icml.nn import contract, dot_general, logical_axes, logical_param, rotary_angles
+
+_REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+class LMOutput(NamedTuple):
+    """Final hidden states (batch, seq, width), routing statistics stacked over layers, and the cache."""
+
+    hidden: Float[Array, "batch seq width"]
+    routing: RoutingStats | None
+    cache: KVCache | None
+
+
+class MLP(nnx.Module):
+    """Dense feed-forward: SwiGLU, W_down (silu(W_gate x) * W_up x), or GELU."""
+
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+        def linear(size_in: int, size_out: int, *axes: str) -> nnx.Linear:
+            return nnx.Linear(
+                size_in,
+                size_out,
+                use_bias=False,
+                dtype=config.compute_dtype,
+                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+                kernel_metadata=logical_axes(*axes),
+                dot_general=dot_general,
+                rngs=rngs,
+            )
+
+        width, hidden = config.width, config.resolved_mlp_width
+        self.gate = linear(width, hidden, "embed", "mlp") if config.activation == "swiglu" else None
+        self.up = linear(width, hidden, "embed", "mlp")
+        self.down = linear(hidden, width, "mlp", "embed")
+
+    def __call__(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
+        hidden = self.up(x)
+        hidden = nnx.gelu(hidden) if self.gate is None else nnx.silu(self.gate(x)) * hidden
+        return self.down(hidden)
+
+
+class Block(nnx.Module):
+    """Pre-norm block: x + Attention(norm x), then x + FeedForward(norm x)."""
+
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config.width, config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = rms_norm(config.width, config, rngs)
+        if config.num_experts:
+            self.moe = SparseMoE(
+                config.width,
+                config.resolved_expert_width,
+                config.num_experts,
+                config.num_active_experts,
+                gate=config.moe_gate,
+                activation=config.activation,
+                shared_expert_width=config.shared_expert_width,
+                dtype=config.compute_dtype,
+                rngs=rngs,
+            )
+        else:
+            self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch seq width"],
+        rotary: Rotary,
+        segment_ids: Int[Array, "batch seq"] | None,
+        cache: LayerCache | None,
+        lengths: Int[Array, " batch"] | None,
+        prefill: bool,
+    ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, RoutingStats | None]:
+        attended, cache = self.attention(
+            self.attention_norm(x), rotary, segment_ids=segment_ids, cache=cache, lengths=lengths, prefill=prefill
+        )
+        x = x + attended
+        if not hasattr(self, "moe"):
+            return x + self.mlp(self.mlp_norm(x)), cache, None
+        token_mask = None if segment_ids is None else segment_ids > 0
+        routed, stats = self.moe(self.mlp_norm(x), token_mask=token_mask)
+        return x + routed, cache, stats
+
+
+class Transformer(nnx.Module):
+    """Decoder-only language model, dense or mixture-of-experts.
+
+    Args:
+      config: sizes and options.
+      rngs: `nnx.Rngs` with a `params` stream.
+
+    >>> model = Transformer(LMConfig(num_layers=1, width=32, num_heads=2), rngs=nnx.Rngs(0))
+    >>> model.logits(model(jnp.zeros((1, 3), jnp.int32)).hidden).shape
+    (1, 3, 257)
+    """
+
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.width,
+            dtype=config.compute_dtype,
+            embedding_init=nnx.initializers.normal(config.init_std),
+            embedding_metadata=logical_axes("vocab", "embed"),
+            rngs=rngs,
+        )
+        if config.scan_layers:
+
+            @nnx.split_rngs(splits=config.num_layers)
+            @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+            def stacked(rngs: nnx.Rngs) -> Block:
+                return Block(config, rngs=rngs)
+
+            self.layers = stacked(rngs)
+        else:
+            self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.final_norm = rms_norm(config.width, config, rngs)
+        self.head = None if config.tie_embeddings else Head(config, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        cache: KVCache | None = None,
+        prefill: bool = False,
+    ) -> LMOutput:
+        """Hidden states of every token.
+
+        Args:
+          tokens: (batch, seq) int32 token ids.
+          segment_ids: (batch, seq) int32 documents of packed rows (0: padding); attention stays inside a document.
+          cache: keys and values of the tokens before these; the result holds the extended one. Its `lengths` grow
+            by seq for every row: callers with padded prompts set them afterwards.
+          prefill: the cache is empty (a faster path).
+
+        Returns:
+          `LMOutput`; `hidden` goes through `logits` or `output_kernel`.
+
+        Raises:
+          ValueError: more tokens than the context length, or both `segment_ids` and `cache`.
+        """
+        seq = tokens.shape[1]
+        if seq > self.config.context_length:
+            raise ValueError(f"tokens: {seq} per row, more than context_length {self.config.context_length}")
+        if cache is not None and segment_ids is not None:
+            raise ValueError("segment_ids: not supported together with a cache")
+        positions = jnp.arange(seq)
+        lengths = None
+        if cache is not None:
+            lengths = cache.lengths
+            positions = lengths[:, None] + positions
+        # Rotary attention only sees differences of positions, so packed documents need no restart.
+        rotary = rotary_angles(positions, self.config.resolved_head_dim, self.config.rope_theta)
+        x = self.embed(tokens)
+        x, layer_caches, routing = self._run_layers(x, rotary, segment_ids, cache, lengths, prefill)
+        new_cache = None if lengths is None else KVCache(layer_caches, lengths + seq)
+        return LMOutput(self.final_norm(x), routing, new_cache)
+
+    def _run_layers(
+        self,
+        x: Array,
+        rotary: Rotary,
+        segment_ids: Array | None,
+        cache: KVCache | None,
+        lengths: Array | None,
+        prefill: bool,
+    ) -> tuple[Array, tuple[LayerCache, ...], RoutingStats | None]:
+        def run(graphdef: nnx.GraphDef, state: nnx.State, x: Array, layer_cache: LayerCache | None):
+            block = nnx.merge(graphdef, state)
+            return block(x, rotary, segment_ids, layer_cache, lengths, prefill)
+
+        if self.config.remat != "none":
+            run = jax.checkpoint(run, policy=_REMAT_POLICIES[self.config.remat], static_argnums=(0,))
+
+        if self.config.scan_layers:
+            graphdef, state = nnx.split(self.layers)
+
+            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None]):
+                x, layer_cache, stats = run(graphdef, inputs[0], x, inputs[1])
+                return x, (layer_cache, stats)
+
+            stacked_cache = None if cache is None else cache.layers[0]
+            x, (layer_cache, routing) = jax.lax.scan(step, x, (state, stacked_cache))
+            return x, () if layer_cache is None else (layer_cache,), routing
+
+        caches, stats = [], []
+        for i, block in enumerate(self.layers):
+            graphdef, state = nnx.split(block)
+            x, layer_cache, layer_stats = run(graphdef, state, x, None if cache is None else cache.layers[i])
+            caches.append(layer_cache)
+            stats.append(layer_stats)
+        routing = None if stats[0] is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
+        return x, tuple(caches), routing
+
+    def update_expert_biases(self, load: Float[Array, "layers experts"]) -> None:
+        """Move the selection biases of all layers against the measured load (only for `moe_balance="bias"`).
+
+        Args:
+          load: (layers, experts) share of the tokens that chose each expert, from `LMOutput.routing`.
+        """
+        config = self.config
+        if config.moe_balance != "bias" or not config.num_experts:
+            return
+        target = config.num_active_experts / config.num_experts
+        if config.scan_layers:
+            bias = self.layers.moe.expert_bias
+            bias[...] = update_expert_bias(bias[...], load, target, config.expert_bias_rate)
+            return
+        for block, layer_load in zip(self.layers, load, strict=True):
+            bias = block.moe.expert_bias
+            bias[...] = update_expert_bias(bias[...], layer_load, target, config.expert_bias_rate)
+
+    def output_kernel(self) -> Float[Array, "width vocab"]:
+        """The (width, vocab) output matrix in the compute dtype: the head's, or the tied embedding's transpose."""
+        kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+        return kernel.astype(self.config.compute_dtype)
+
+    def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocab"]:
+        """Float32 logits of hidden states (training uses the chunked loss instead)."""
+        return contract(hidden, self.output_kernel()).astype(jnp.float32)
+
+
+class Head(nnx.Module):
+    """Untied output matrix (width, vocab)."""
+
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.init_std)
+        self.kernel = logical_param(init(rngs.params(), (config.width, config.vocab_size)), "embed", "vocab")
+
+
+def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """The pure view of a model: `(graphdef, params, rest)`.
+
+    Args:
+      model: a transformer.
+
+    Returns:
+      The static graph, the trainable parameters, and everything else (the experts' selection biases).
+
+    >>> model = Transformer(LMConfig(num_layers=1, width=32, num_heads=2), rngs=nnx.Rngs(0))
+    >>> graphdef, params, rest = split_model(model)
+    """
+    return nnx.split(model, nnx.Param, ...)

@@ -1,0 +1,170 @@
+"""The training state and the compiled training step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxlib_icml.lm import LMConfig, LossAux, Transformer, loss_fn, split_model
+from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated, state_shardings
+
+Batch = dict[str, Array]
+# A transformation for a (possibly traced) learning rate; its state must not depend on the rate.
+OptimizerFactory = Callable[[Any], optax.GradientTransformation]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything a run carries from step to step."""
+
+    step: Int[Array, ""]
+    """Steps done (int32), skipped ones included."""
+    params: nnx.State
+    """Trainable parameters."""
+    rest: nnx.State
+    """Variables without gradients: the experts' selection biases."""
+    opt_state: Any
+    """State of the optimizer."""
+    skipped: Int[Array, ""]
+    """Steps whose gradients were not finite (int32); they changed nothing but the counters."""
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, float32."""
+
+    loss: Float[Array, ""]
+    """Mean negative log-likelihood in nats per target, without auxiliary terms."""
+    grad_norm: Float[Array, ""]
+    """Global norm of the raw gradients."""
+    learning_rate: Float[Array, ""]
+    tokens: Float[Array, ""]
+    """Targets with weight."""
+    max_violation: Float[Array, ""]
+    """Worst (load / mean load - 1) over layers and experts; 0 for dense models."""
+    finite: Float[Array, ""]
+    """1, or 0 when the step was skipped."""
+
+
+class TrainProgram(NamedTuple):
+    """A model bound to an optimizer and a mesh.
+
+    `init(key)` makes the state, sharded; `step(state, batch, learning_rate)` consumes it (buffers are donated) and
+    returns `(state, StepMetrics)`; `abstract` and `shardings` describe the state without allocating it.
+    """
+
+    graphdef: nnx.GraphDef
+    init: Callable[[Array], TrainState]
+    step: Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]
+    abstract: TrainState
+    shardings: TrainState
+
+
+def make_train_program(
+    config: LMConfig, optimizer: OptimizerFactory, mesh: Mesh, *, accumulation_steps: int = 1
+) -> TrainProgram:
+    """Build the state initialiser and the jitted step of a language model.
+
+    Args:
+      config: the model.
+      optimizer: learning rate -> Optax transformation, e.g. `lambda lr: optax.chain(gradient_stabilizer(), olion(lr))`.
+      mesh: where it runs (`make_mesh`).
+      accumulation_steps: micro-batches per step; the batch axis must be a multiple. Losses and gradients equal those of
+        the whole batch (balancing terms are averaged over micro-batches).
+
+    Returns:
+      `TrainProgram`.
+
+    Raises:
+      ValueError: `accumulation_steps` below 1, or a batch it does not divide.
+    """
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps: must be at least 1, got {accumulation_steps}")
+    graphdef, _, _ = split_model(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+    def init(key: Array) -> TrainState:
+        _, params, rest = split_model(Transformer(config, rngs=nnx.Rngs(params=key)))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, rest, optimizer(0.0).init(params), zero)
+
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    everywhere = replicated(mesh)
+    shardings = TrainState(
+        step=everywhere,
+        params=state_shardings(abstract.params, mesh),
+        rest=state_shardings(abstract.rest, mesh),
+        opt_state=optimizer_shardings(abstract.opt_state, abstract.params, mesh),
+        skipped=everywhere,
+    )
+
+    def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
+        grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps)
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(grad_norm)
+
+        def apply(state: TrainState) -> TrainState:
+            tx = optimizer(learning_rate)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux)
+            return state.replace(params=params, rest=rest, opt_state=opt_state)
+
+        state = jax.lax.cond(finite, apply, lambda state: state, state)
+        state = state.replace(step=state.step + 1, skipped=state.skipped + ~finite)
+        violation = 0.0 if aux.routing is None else jnp.max(aux.routing.max_violation)
+        metrics = StepMetrics(
+            loss=aux.nll_sum / jnp.maximum(aux.weight_sum, 1.0),
+            grad_norm=grad_norm,
+            learning_rate=jnp.asarray(learning_rate, jnp.float32),
+            tokens=aux.weight_sum,
+            max_violation=jnp.asarray(violation, jnp.float32),
+            finite=finite.astype(jnp.float32),
+        )
+        return state, metrics
+
+    jitted_init = jax.jit(init, out_shardings=shardings)
+    jitted_step = jax.jit(
+        step,
+        in_shardings=(shardings, batch_sharding(mesh), everywhere),
+        out_shardings=(shardings, everywhere),
+        donate_argnums=(0,),
+    )
+    return TrainProgram(graphdef, jitted_init, jitted_step, abstract, shardings)
+
+
+def _gradients(
+    graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, batch: Batch, accumulation_steps: int
+) -> tuple[nnx.State, LossAux]:
+    def loss(params: nnx.State, batch: Batch, weight_sum: Array) -> tuple[Array, LossAux]:
+        return loss_fn(graphdef, nnx.merge_state(params, rest), batch, weight_sum)
+
+    rows, seq = batch["tokens"].shape
+    weights = batch.get("weights", jnp.ones((rows, seq), jnp.float32))
+    weight_sum = jnp.sum(weights)
+    gradient = jax.grad(loss, has_aux=True)
+    if accumulation_steps == 1:
+        return gradient(params, batch, weight_sum)
+    if rows % accumulation_steps:
+        raise ValueError(f"accumulation_steps: {accumulation_steps} does not divide the batch of {rows} rows")
+
+    # Interleaved rows, so that a sharded batch axis stays sharded inside every micro-batch.
+    micro = {k: v.reshape(-1, accumulation_steps, seq).swapaxes(0, 1) for k, v in batch.items()}
+
+    def add(total: nnx.State, part: Batch) -> tuple[nnx.State, LossAux]:
+        grads, aux = gradient(params, part, weight_sum)
+        return jax.tree.map(jnp.add, total, grads), aux
+
+    grads, aux = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro)
+    routing = jax.tree.map(lambda x: jnp.mean(x, axis=0), aux.routing)
+    return grads, LossAux(jnp.sum(aux.nll_sum), jnp.sum(aux.weight_sum), routing)
+
+
+def _balance(graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, aux: LossAux) -> nnx.State:
+    model = nnx.merge(graphdef, params, rest)
+    model.update_expert_biases(aux.routing.load)
+    return split_model(model)[2]
