@@ -85,9 +85,9 @@ class WittenBellNGram:
             raise ValueError("documents is empty: an n-gram model needs bytes to count")
         first = order - 1
         keys = np.zeros(max(data.size - first, 0), np.uint64)
-        for shift in range(keys.size and order):
-            np.left_shift(keys, np.uint64(8), out=keys)
-            np.bitwise_or(keys, data[shift : shift + keys.size], out=keys)
+        for shift in range(order if keys.size else 0):
+            keys <<= np.uint64(8)
+            keys |= data[shift : shift + keys.size]
         grams, counts = np.unique(keys[age[first:] >= first], return_counts=True)
         tables = [_table(grams, counts)]
         for length in range(order - 1, 0, -1):
@@ -161,6 +161,8 @@ class WittenBellNGram:
 
     def _interpolate(self, length: int, grams: np.ndarray, lower: np.ndarray) -> np.ndarray:
         table = self._tables[length - 1]
+        if not table.grams.size:  # every training document is shorter than this
+            return lower
         place, known = _find(table.contexts, grams >> np.uint64(8))
         total, distinct = table.totals[place], table.distinct[place]
         gram_place, gram_known = _find(table.grams, grams)
@@ -201,5 +203,5 @@ def _sum_runs(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _find(keys: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Index of each wanted value in sorted keys (arbitrary if it is not there), and whether it is there."""
-    place = np.minimum(np.searchsorted(keys, wanted), max(keys.size - 1, 0))
+    place = np.minimum(np.searchsorted(keys, wanted), keys.size - 1)
     return place, keys[place] == wanted
