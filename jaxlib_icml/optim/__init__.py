@@ -1,1 +1,48 @@
-""""""
+"""Optimizers and gradient transformations.
+
+Imported eagerly, so that `jaxlib_icml.optim.olion` is the function and not the module of the same name.
+"""
+
+from jaxlib_icml.optim.matrix_specs import (
+    MatrixSpec,
+    default_matrix_specs,
+    default_weight_decay_mask,
+    from_matrices,
+    matrix_spec_table,
+    resolve_matrix_specs,
+    to_matrices,
+)
+from jaxlib_icml.optim.olion import (
+    MuonDirectionState,
+    ScaleByOlionState,
+    muon_direction,
+    olion,
+    scale_by_olion,
+)
+from jaxlib_icml.optim.olion_diagnostics import olion_diagnostics
+from jaxlib_icml.optim.orthogonalize import (
+    NEWTON_SCHULZ_COEFFS,
+    ORTHOGONALIZERS,
+    POLAR_EXPRESS_COEFFS,
+    orthogonalize,
+)
+
+__all__ = [
+    "NEWTON_SCHULZ_COEFFS",
+    "ORTHOGONALIZERS",
+    "POLAR_EXPRESS_COEFFS",
+    "MatrixSpec",
+    "MuonDirectionState",
+    "ScaleByOlionState",
+    "default_matrix_specs",
+    "default_weight_decay_mask",
+    "from_matrices",
+    "matrix_spec_table",
+    "muon_direction",
+    "olion",
+    "olion_diagnostics",
+    "orthogonalize",
+    "resolve_matrix_specs",
+    "scale_by_olion",
+    "to_matrices",
+]
