@@ -119,15 +119,13 @@ def standard_library_corpus(*, held_out_fraction: float = 0.05) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
 
     def wanted(relative: PurePosixPath) -> bool:
-        folders = relative.parts[:-1]
         return (
             relative.suffix == ".py"
-            and not _STDLIB_SKIPPED_FOLDERS.intersection(folders)
-            and not (folders and folders[0].startswith("config-"))
+            and not relative.parts[0].startswith("config-")
             and not relative.name.startswith(_STDLIB_SKIPPED_PREFIXES)
         )
 
-    documents, _ = _read_files(root, _walk(root), text_field="text", wanted=wanted)
+    documents, _ = _read_files(root, _walk(root, _STDLIB_SKIPPED_FOLDERS), text_field="text", wanted=wanted)
     if not documents:
         raise ValueError(f"no standard-library sources below {root}: name a file or folder of text instead")
     version = ".".join(map(str, sys.version_info[:3]))
@@ -196,9 +194,9 @@ def _check_fraction(held_out_fraction: float) -> None:
         raise ValueError(f"held_out_fraction must be in [0, 1), got {held_out_fraction}")
 
 
-def _walk(root: Path) -> Iterable[Path]:
+def _walk(root: Path, skipped_folders: frozenset[str] = frozenset()) -> Iterable[Path]:
     for folder, folders, files in os.walk(root, followlinks=False):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         for name in files:
             yield Path(folder, name)
 
