@@ -1,9 +1,9 @@
 """Paired timing: compare functions in one process, so that only ratios are believed.
 
-A machine's speed drifts from second to second, and other work on it slows whatever happens to run. Timing one
-function after the other therefore measures the machine. Here every round times all functions back to back, in an
-order that rotates from round to round; a ratio is formed within each round, and its median and quartiles are
-reported over rounds.
+A machine's speed drifts from second to second, and other work on it slows whatever happens to run.
+Timing one function after the other therefore measures the machine. Here every round times all functions back
+to back, in an order that rotates from round to round; a ratio is formed within each round, and its median and
+quartiles are reported over rounds.
 """
 
 import gc
@@ -87,8 +87,8 @@ def paired_times(
 ) -> PairedTimes:
     """Times functions of no arguments against one another, interleaved.
 
-    Every call is waited for: JAX arrays anywhere in the returned pytree are blocked on; other results are taken to
-    be ready. Bind arguments with `functools.partial`, and do not donate them.
+    Every call is waited for: JAX arrays anywhere in the returned pytree are blocked on; other results are
+    taken to be ready. Bind arguments with `functools.partial`, and do not donate them.
 
     Args:
       functions: Name to function, at least one.

@@ -1,0 +1,75 @@
+"""The registry of methods: which paper, how to import it, where it is reproduced, how far it is.
+
+The README's method table is generated from here by `python -m experiments report`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method.
+
+    Attributes:
+      name: `<family>/<method>`, the method's address.
+      import_path: Dotted path of what a user imports.
+      paper: The paper's title.
+      arxiv: Its arXiv id.
+      experiment: Name of the experiment that puts it against a baseline; empty for none yet.
+      status: What is there and what is not, in a few words.
+    """
+
+    name: str
+    import_path: str
+    paper: str
+    arxiv: str
+    experiment: str
+    status: str
+
+
+METHODS: tuple[Method, ...] = (
+    Method(
+        name="moe/layers",
+        import_path="jaxlib_icml.moe.SparseMoE",
+        paper="Hyperparameter Transfer with Mixture-of-Experts Layers",
+        arxiv="2601.20205",
+        experiment="lm/pretrain",
+        status="the layer with its gates, balancing and three paths; the transfer rules are not there yet",
+    ),
+    Method(
+        name="optim/gradient_stabilizer",
+        import_path="jaxlib_icml.gradient_stabilizer",
+        paper="GradientStabilizer: Fix the Norm, Not the Gradient",
+        arxiv="2502.17055",
+        experiment="lm/pretrain",
+        status="complete transformation; the paper's own comparisons not reproduced yet",
+    ),
+    Method(
+        name="optim/olion",
+        import_path="jaxlib_icml.olion",
+        paper="OLion: Approaching the Hadamard Ideal by Intersecting Spectral and l_inf Implicit Biases",
+        arxiv="2602.01105",
+        experiment="lm/pretrain",
+        status="complete optimizer; the paper's sweeps over sizes not reproduced yet",
+    ),
+)
+
+
+def method_table() -> str:
+    """Returns the methods as a Markdown table.
+
+    >>> method_table().splitlines()[0]
+    '| method | import | paper | experiment | status |'
+    """
+    rows = [
+        (
+            f"`{method.name}`",
+            f"`{method.import_path}`",
+            f"[{method.paper}](https://arxiv.org/abs/{method.arxiv})",
+            f"`{method.experiment}`" if method.experiment else "–",
+            method.status,
+        )
+        for method in METHODS
+    ]
+    lines = [("method", "import", "paper", "experiment", "status"), ("---",) * 5, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
