@@ -69,6 +69,11 @@ def _accumulator(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def _dot(a: Array, b: Array, dtype: Any) -> Array:
+    """a @ b summed in (at least) float32, then rounded once: in bfloat16 also the fast way on CPUs."""
+    return jnp.dot(a, b, preferred_element_type=_accumulator(a.dtype)).astype(dtype)
+
+
 def _take(stacked: Array, index: Array, dtype: Any) -> Array:
     return lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False).astype(dtype)
 
@@ -94,8 +99,8 @@ def dense_experts(
 
     def add_expert(y: Array, expert: tuple[Array, ExpertKernels]) -> tuple[Array, None]:
         index, kernel = expert
-        hidden = activate(tuple(x @ matrix.astype(x.dtype) for matrix in kernel.inputs))
-        output = jnp.dot(hidden, kernel.down.astype(x.dtype), preferred_element_type=accumulator)
+        hidden = activate(tuple(_dot(x, matrix.astype(x.dtype), x.dtype) for matrix in kernel.inputs))
+        output = _dot(hidden, kernel.down.astype(x.dtype), accumulator)
         weight = jnp.sum(jnp.where(indices == index, weights, 0), axis=1)
         return y + weight[:, None] * output, None
 
@@ -201,8 +206,8 @@ def _blocked_forward(
         (inputs, down), (y, kept) = context, carry
         token, flat = _block_rows(block, at, count, source, tokens, active)
         rows = x.at[token].get(mode="fill", fill_value=0)
-        pre = tuple(rows @ matrix for matrix in inputs)
-        output = jnp.dot(activate(pre), down, preferred_element_type=accumulator)
+        pre = tuple(_dot(rows, matrix, x.dtype) for matrix in inputs)
+        output = _dot(activate(pre), down, accumulator)
         weight = flat_weights.at[flat].get(mode="fill", fill_value=0)
         y = y.at[token].add(weight[:, None] * output, mode="drop")
         if keep:  # rows past the group's end are rewritten by the next expert, which starts there
@@ -245,20 +250,14 @@ def _blocked_backward(block: int, saved: Any, dy: Array) -> tuple[Array, ExpertK
         pre = tuple(lax.dynamic_slice(buffer, (at, 0), (block, buffer.shape[1])) for buffer in kept)
         hidden, activate_vjp = jax.vjp(activate, pre)
 
-        dhidden = dout @ kernel.down.T
+        dhidden = _dot(dout, kernel.down.T, x.dtype)
         # d w = <dy, E(x)> = <W_down dy, hidden>: the expert's output need not be kept.
         dweight = jnp.sum((hidden * dhidden).astype(accumulator), axis=1)
         (dpre,) = activate_vjp(weight * dhidden)
-        drows = sum(
-            jnp.dot(dp, matrix.T, preferred_element_type=accumulator)
-            for dp, matrix in zip(dpre, kernel.inputs, strict=True)
-        )
+        drows = sum(_dot(dp, matrix.T, accumulator) for dp, matrix in zip(dpre, kernel.inputs, strict=True))
         partial = ExpertKernels(
-            tuple(
-                total + jnp.dot(rows.T, dp, preferred_element_type=accumulator)
-                for total, dp in zip(partial.inputs, dpre, strict=True)
-            ),
-            partial.down + jnp.dot(hidden.T, weight * dout, preferred_element_type=accumulator),
+            tuple(t + _dot(rows.T, dp, accumulator) for t, dp in zip(partial.inputs, dpre, strict=True)),
+            partial.down + _dot(hidden.T, weight * dout, accumulator),
         )
         dx = dx.at[token].add(drows, mode="drop")
         dweights = dweights.at[flat].set(dweight.astype(dweights.dtype), mode="drop")

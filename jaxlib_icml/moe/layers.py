@@ -17,6 +17,7 @@ from jaxlib_icml.moe.dispatch import (
     ragged_experts,
 )
 from jaxlib_icml.moe.routing import COMBINES, GATES, Routing, RoutingStats, route, router_logits
+from jaxlib_icml.nn import contract, logical_axes, logical_param
 
 __all__ = ["ExpertBias", "SparseMoE"]
 
@@ -34,8 +35,7 @@ class Kernel(nnx.Module):
     """Holder of one weight array `kernel`, so that its path in the parameter tree ends in `kernel`."""
 
     def __init__(self, value: Array, names: tuple[str | None, ...]):
-        # Names are metadata for whoever places the parameters; creating a layer needs no mesh.
-        self.kernel = nnx.Param(value, out_sharding=names, eager_sharding=False)
+        self.kernel = logical_param(value, *names)
 
 
 class FeedForward(nnx.Module):
@@ -179,7 +179,7 @@ class SparseMoE(nnx.Module):
         self.experts = feed_forward(expert_width, num_experts=num_experts)
         if shared_expert_width:
             self.shared = feed_forward(shared_expert_width, num_experts=None)
-        self.expert_bias = ExpertBias(jnp.zeros(num_experts), out_sharding=(None,), eager_sharding=False)
+        self.expert_bias = ExpertBias(jnp.zeros(num_experts), **logical_axes(None))
 
     def route(
         self, x: Float[Array, "tokens features"], token_mask: Bool[Array, " tokens"] | None = None
@@ -228,8 +228,8 @@ class SparseMoE(nnx.Module):
         y = self._run(tokens, kernels, routing)
         if hasattr(self, "shared"):
             shared = self.shared.kernels()
-            hidden = activate(tuple(tokens @ matrix.astype(dtype) for matrix in shared.inputs))
-            y = y + jnp.dot(hidden, shared.down.astype(dtype), preferred_element_type=y.dtype)
+            hidden = activate(tuple(contract(tokens, matrix.astype(dtype)) for matrix in shared.inputs))
+            y = y + contract(hidden, shared.down.astype(dtype))
         return y.astype(dtype).reshape(x.shape), routing.stats
 
     def _run(self, tokens: Array, kernels: ExpertKernels, routing: Routing) -> Array:
