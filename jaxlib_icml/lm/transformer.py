@@ -176,7 +176,7 @@ class Transformer(nnx.Module):
         cache: KVCache | None,
         lengths: Array | None,
         prefill: bool,
-    ) -> tuple[Array, tuple[LayerCache, ...], RoutingStats | None]:
+    ) -> tuple[Array, tuple[LayerCache | None, ...], RoutingStats | None]:
         def run(graphdef: nnx.GraphDef, state: nnx.State, x: Array, layer_cache: LayerCache | None):
             block = nnx.merge(graphdef, state)
             return block(x, rotary, segment_ids, layer_cache, lengths, prefill)

@@ -1,0 +1,289 @@
+"""The command `icml`: train, generate, eval, info.
+
+A mistake of the caller is one line on standard error and exit code 2; a traceback means a bug.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from jaxlib_icml.lm import Sampling
+    from jaxlib_icml.training.config import TrainConfig
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Continue prompts with a trained run."""
+
+    run: str
+    """Folder of the run."""
+    prompt: tuple[str, ...] = ("",)
+    """One or more prompts; empty: start a new document."""
+    max_new_tokens: int = 200
+    """Tokens to add at most; fewer when the context or the document ends."""
+    temperature: float = 0.8
+    """Divides the logits; 0: always the likeliest token."""
+    top_k: int | None = None
+    """Only the k likeliest tokens; None: all."""
+    top_p: float | None = None
+    """Only the likeliest tokens with at least this total probability; None: all."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+    def sampling(self) -> "Sampling":
+        """The sampling options."""
+        from jaxlib_icml.lm import Sampling
+
+        return Sampling(self.temperature, self.top_k, self.top_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Perplexity and bits per byte of a text under a trained run."""
+
+    run: str
+    """Folder of the run."""
+    data: str | None = None
+    """File, folder, glob or JSONL file, all of it; None: the held-out part of the run's own corpus."""
+    batch_size: int = 16
+    """Sequences per forward pass."""
+    text_field: str = "text"
+    """Field of JSONL lines that holds the text."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+      argv: arguments without the program's name; None: `sys.argv[1:]`.
+
+    Returns:
+      The exit code: 0, 2 for a mistake of the caller, 130 when interrupted.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    try:
+        if args[0] not in _COMMANDS:
+            raise ValueError(f"unknown command {args[0]!r}{_closest(args[0], list(_COMMANDS))}; try: icml --help")
+        return _COMMANDS[args[0]][0](args[1:])
+    except (ValueError, ImportError) as error:
+        print(f"icml: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("icml: interrupted", file=sys.stderr)
+        return 130
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, (_, text) in _COMMANDS.items()]
+    return "\n".join(
+        ["usage: icml COMMAND [OPTIONS]", "", *lines, "", "icml COMMAND --help lists the options of a command."]
+    )
+
+
+def _closest(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _parse(kind: type[_T], args: list[str], prog: str, default: _T | None = None) -> _T:
+    """Flags to a dataclass by tyro, with every complaint as one line."""
+    try:
+        import tyro
+    except ImportError as error:
+        raise ImportError("the command line needs the package tyro: pip install 'jaxlib-icml[lm]'") from error
+    if {"-h", "--help"} & set(args):
+        tyro.cli(kind, args=args, prog=prog, default=default)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
+            return tyro.cli(kind, args=args, prog=prog, default=default)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        text = " ".join(complaint.getvalue().translate(str.maketrans("╭╮╰╯│─", "      ")).split())
+        text = text.removeprefix("Unrecognized options").removeprefix("Parsing error").removeprefix("Required options")
+        raise ValueError(f"{text.split(' For full helptext')[0].strip()} (see {prog} --help)") from None
+
+
+def _option(args: list[str], name: str) -> str | None:
+    """The value of `--name VALUE` or `--name=VALUE`, before the real parse."""
+    for i, arg in enumerate(args):
+        if arg == name and i + 1 < len(args):
+            return args[i + 1]
+        if arg.startswith(name + "="):
+            return arg.partition("=")[2]
+    return None
+
+
+def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
+    """Preset, then the TOML file; the remaining flags go on top."""
+    from jaxlib_icml.training.config import updated, with_preset
+
+    file = _option(args, "--config")
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"config: cannot read {file} ({error.strerror})") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"config: {file} is not valid TOML: {error}") from error
+        where = [i for i, arg in enumerate(args) if arg == "--config" or arg.startswith("--config=")]
+        drop = {j for i in where for j in ((i,) if "=" in args[i] else (i, i + 1))}
+        args = [arg for i, arg in enumerate(args) if i not in drop]
+    name = _option(args, "--preset") or values.get("preset", "tiny-moe")
+    if not isinstance(name, str):
+        raise ValueError(f"preset: must be a name, got {name!r}")
+    return updated(with_preset(name), {**values, "preset": name}), args
+
+
+def _train(args: list[str]) -> int:
+    from jaxlib_icml.training.config import TrainConfig
+    from jaxlib_icml.training.loop import Interrupted, train
+    from jaxlib_icml.training.progress import make_reporter
+
+    default, args = _train_defaults(args)
+    config = _parse(TrainConfig, args, "icml train", default)
+    try:
+        result = train(config, make_reporter())
+    except Interrupted as stop:
+        print(f"icml: {stop}", file=sys.stderr)
+        return 130
+    print(f"\nheld-out text   {result.held_out_bits_per_byte:.3f} bits per byte after {result.steps} steps")
+    for order, bits in result.ngram_bits_per_byte.items():
+        verdict = "beaten" if result.held_out_bits_per_byte < bits else "not beaten"
+        print(f"byte {order}-gram     {bits:.3f} bits per byte ({verdict})")
+    if result.skipped_steps:
+        print(f"{result.skipped_steps} steps were skipped: their gradients were not finite")
+    if result.samples:
+        print(f"\na sample:\n{'-' * 80}\n{result.samples[0].strip()}\n{'-' * 80}")
+    print(f"\nrun folder      {result.run_dir} (loss.png, samples.txt, metrics.jsonl, checkpoints)")
+    print(f'next            icml generate {result.run_dir} --prompt "def main("')
+    print(f"                icml eval {result.run_dir} --data PATH")
+    return 0
+
+
+def _generate(args: list[str]) -> int:
+    config = _parse(GenerateConfig, _positional(args, "run"), "icml generate")
+    import jax
+    import numpy as np
+
+    from jaxlib_icml.lm import generate, pad_prompts
+    from jaxlib_icml.training.runs import load_run
+
+    sampling = config.sampling()
+    if config.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: must be at least 1, got {config.max_new_tokens}")
+    run = load_run(config.run)
+    eos = run.tokenizer.eos_id
+    prompts = [np.concatenate([[eos], ids]).astype(np.int32) for ids in run.tokenizer.encode_batch(config.prompt)]
+    longest = max(len(prompt) for prompt in prompts)
+    if longest >= run.config.context_length:
+        raise ValueError(
+            f"prompt: {longest} tokens leave no room in the model's context of {run.config.context_length}"
+        )
+    tokens, lengths = pad_prompts(prompts)
+    out = generate(
+        run.graphdef,
+        run.state,
+        tokens,
+        lengths,
+        jax.random.key(config.seed),
+        max_new_tokens=min(config.max_new_tokens, run.config.context_length - longest),
+        sampling=sampling,
+        stop_tokens=(eos,),
+    )
+    for prompt, new, length in zip(prompts, np.asarray(out.tokens), np.asarray(out.lengths), strict=True):
+        if len(prompts) > 1:
+            print("-" * 80)
+        print(run.tokenizer.decode(np.concatenate([prompt, new[:length]])))
+    return 0
+
+
+def _eval(args: list[str]) -> int:
+    config = _parse(EvalConfig, _positional(args, "run"), "icml eval")
+    import math
+
+    from jaxlib_icml.training.corpus import load_corpus
+    from jaxlib_icml.training.data import bits_per_byte
+    from jaxlib_icml.training.evaluate import total_nats
+    from jaxlib_icml.training.runs import load_run, read_config
+
+    run = load_run(config.run)
+    if config.data is None:
+        trained = read_config(Path(config.run))
+        documents = load_corpus(
+            trained.data, held_out_fraction=trained.held_out_fraction, text_field=trained.text_field
+        ).held_out
+        if not documents:
+            raise ValueError("data: the run held nothing out; name a text")
+    else:
+        documents = load_corpus(config.data, held_out_fraction=0.0, text_field=config.text_field).train
+    nats, targets = total_nats(
+        run.graphdef,
+        run.state,
+        run.tokenizer.encode_batch([document.text for document in documents]),
+        eos_id=run.tokenizer.eos_id,
+        batch_size=config.batch_size,
+    )
+    num_bytes = sum(document.num_bytes for document in documents)
+    print(f"text            {len(documents)} documents, {num_bytes} bytes, {targets} tokens")
+    print(f"perplexity      {math.exp(nats / targets):.3f} per token")
+    print(f"bits per byte   {bits_per_byte(nats, num_bytes):.4f}")
+    return 0
+
+
+def _positional(args: list[str], name: str) -> list[str]:
+    """Let the first argument be a value instead of `--name VALUE`."""
+    if args and not args[0].startswith("-"):
+        return [f"--{name}", *args]
+    return args
+
+
+def _info(args: list[str]) -> int:
+    if args:
+        raise ValueError(f"info takes no arguments, got {' '.join(args)}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    import jax
+
+    from jaxlib_icml.lm import PRESETS
+
+    print("devices   " + ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()))
+    print(f"python    {sys.version.split()[0]}")
+    for package in ("jaxlib-icml", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"):
+        try:
+            print(f"{package:<18}{version(package)}")
+        except PackageNotFoundError:
+            print(f"{package:<18}not installed")
+    print("presets")
+    for name, config in PRESETS.items():
+        experts = f", {config.num_active_experts} of {config.num_experts} experts" if config.num_experts else ""
+        print(
+            f"  {name:<12}{config.num_layers} layers of width {config.width}, {config.num_heads} heads{experts}, "
+            f"context {config.context_length}"
+        )
+    return 0
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (_train, "train a language model, or continue a run"),
+    "generate": (_generate, "continue prompts with a trained run"),
+    "eval": (_eval, "perplexity and bits per byte of a text"),
+    "info": (_info, "devices, versions and presets"),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

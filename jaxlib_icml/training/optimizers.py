@@ -1,0 +1,81 @@
+"""The optimizers and the schedule of `icml train`."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+
+from jaxlib_icml.optim import gradient_stabilizer, olion
+from jaxlib_icml.training.config import OptimizerConfig
+from jaxlib_icml.training.step import OptimizerFactory
+
+
+def make_optimizer(config: OptimizerConfig) -> OptimizerFactory:
+    """The optimizer as a function of its learning rate.
+
+    Args:
+      config: which optimizer, and its numbers.
+
+    Returns:
+      learning rate (a float or a traced scalar) -> `optax.GradientTransformation`.
+
+    >>> tx = make_optimizer(OptimizerConfig())(1e-3)
+    """
+
+    def factory(learning_rate: Any) -> optax.GradientTransformation:
+        stages = []
+        if config.clip_norm is not None:
+            stages.append(optax.clip_by_global_norm(config.clip_norm))
+        if config.stabilize:
+            stages.append(gradient_stabilizer())
+        if config.name == "olion":
+            stages.append(olion(learning_rate, weight_decay=config.weight_decay))
+        else:
+            stages.append(
+                optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask)
+            )
+        return optax.chain(*stages)
+
+    return factory
+
+
+def decay_mask(params: Any) -> Any:
+    """Which leaves AdamW decays: matrices and embeddings, not norm scales and biases.
+
+    Args:
+      params: parameters of a model.
+
+    Returns:
+      A tree of bools.
+    """
+    return jax.tree_util.tree_map_with_path(_decays, params)
+
+
+def _decays(path: tuple[Any, ...], leaf: Any) -> bool:
+    names = {str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path}
+    return leaf.ndim >= 2 and not names & {"scale", "bias"}
+
+
+def learning_rate_at(config: OptimizerConfig, step: int, progress: float) -> float:
+    """Learning rate of a step: linear warm-up times a decay over the whole run.
+
+    Args:
+      config: peak, warm-up and decay.
+      step: steps done before this one.
+      progress: share of the run that is over, in [0, 1] (of the steps, or of the time).
+
+    Returns:
+      The learning rate.
+
+    >>> learning_rate_at(OptimizerConfig(learning_rate=1.0, warmup_steps=4), 1, 0.0)
+    0.5
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.decay]
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    return config.learning_rate * warmup * (config.final_fraction + (1.0 - config.final_fraction) * shape)

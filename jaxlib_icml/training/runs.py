@@ -1,0 +1,166 @@
+"""Run folders: who may write where, and loading what a run has learned."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import jax
+from flax import nnx
+
+from jaxlib_icml.lm import LMConfig, Transformer, split_model
+from jaxlib_icml.lm.tokenizer import Tokenizer, load_tokenizer
+from jaxlib_icml.training.checkpoints import Checkpointer
+from jaxlib_icml.training.config import TrainConfig, differences, updated
+
+CONFIG_FILE = "config.json"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+      path: the file, replaced if it exists.
+      text: its contents.
+    """
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+class RunFolder:
+    """A run's folder, locked against a second process; a context manager.
+
+    Entering makes the folder and its `config.json`, or checks that the folder holds the same run.
+
+    Args:
+      path: the folder.
+      config: the run asked for.
+
+    Raises:
+      ValueError: on entering: the folder cannot be written, holds something else or another run, or is in use.
+    """
+
+    def __init__(self, path: Path, config: TrainConfig):
+        self.path = path
+        self.config = config
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            others = [p.name for p in self.path.iterdir() if p.name != ".lock"]
+            if others and CONFIG_FILE not in others:
+                raise ValueError(f"run_dir: {self.path} is not empty and holds no run")
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(f"run_dir: cannot write {self.path} ({error.strerror or error})") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim()
+        except BlockingIOError as error:
+            self.__exit__()
+            raise ValueError(f"run_dir: {self.path} is in use by another process") from error
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _claim(self) -> None:
+        if (self.path / CONFIG_FILE).exists():
+            changed = differences(read_config(self.path), self.config)
+            if changed:
+                raise ValueError(f"run_dir: {self.path} already holds another run ({'; '.join(changed)})")
+        try:
+            write_text(self.path / CONFIG_FILE, json.dumps(dataclasses.asdict(self.config), indent=2) + "\n")
+        except OSError as error:
+            raise ValueError(f"run_dir: cannot write {self.path} ({error.strerror or error})") from error
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """The configuration of a run.
+
+    Args:
+      run_dir: its folder.
+
+    Returns:
+      The configuration it was started with.
+
+    Raises:
+      ValueError: no run there, or a damaged file.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"run: {run_dir} holds no run ({CONFIG_FILE} is missing)") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"run: cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"run: {path} must hold an object")
+    return updated(TrainConfig(), values)
+
+
+class LoadedRun(NamedTuple):
+    """A trained model: its configuration, tokenizer and pure `(graphdef, state)` view."""
+
+    config: LMConfig
+    tokenizer: Tokenizer
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    step: int
+
+
+def load_run(run_dir: str | Path) -> LoadedRun:
+    """Load the newest checkpoint of a run onto the default device.
+
+    Args:
+      run_dir: the folder that `icml train` wrote.
+
+    Returns:
+      `LoadedRun`.
+
+    Raises:
+      ValueError: no run or no checkpoint there, or files that do not fit one another.
+    """
+    run_dir = Path(run_dir)
+    train_config = read_config(run_dir)
+    tokenizer = load_tokenizer(run_dir / "tokenizer")
+    config = model_config(train_config, tokenizer)
+    graphdef, params, rest = split_model(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = abstract_arrays((params, rest), device)
+    if not (run_dir / "checkpoints").is_dir():
+        raise ValueError(f"run: {run_dir} has no checkpoint yet")
+    with Checkpointer(run_dir / "checkpoints") as checkpointer:
+        step = checkpointer.latest_step
+        if step is None:
+            raise ValueError(f"run: {run_dir} has no checkpoint yet")
+        params, rest = checkpointer.restore_model(step, abstract)
+    return LoadedRun(config, tokenizer, graphdef, nnx.merge_state(params, rest), step)
+
+
+def model_config(config: TrainConfig, tokenizer: Tokenizer) -> LMConfig:
+    """The model of a run, with the vocabulary that its tokenizer has."""
+    return dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+
+
+def abstract_arrays(tree: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of a tree with shardings (one, or a tree of them), as checkpoints want them."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
