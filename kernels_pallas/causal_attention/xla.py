@@ -8,6 +8,8 @@ What shapes this file, measured on CPU against `jax.nn.dot_product_attention`:
   where dk and dv are plain products and dq only needs kᵀ.
 - Heads are sliced out of the (batch, seq, heads, dim) arrays inside the loop: no transposed copies of them.
 - The query heads that share a key head are rows (position, head) of one product.
+- A fused loop that broadcasts one array along both axes (segment ids of queries against those of keys) is not
+  vectorised and ten times slower; hence the two separate arrays of segment ids.
 """
 
 import functools
@@ -132,16 +134,43 @@ def _strips(seq: int) -> Iterator[_Strip]:
         yield _Strip(full * _BLOCK, seq % _BLOCK, 1)
 
 
+class _Segments(NamedTuple):
+    """Segment ids of the keys, and the negated ids of the rows (position, query head) of a key head."""
+
+    keys: Int[Array, "*batch seq"]
+    rows: Int[Array, "*batch rows"]
+
+
+def _segments(segment_ids: Int[Array, "batch seq"] | None, group: int) -> _Segments | None:
+    if segment_ids is None:
+        return None
+    return _Segments(segment_ids, -jnp.repeat(segment_ids, group, axis=1))
+
+
+def _visible(
+    queries: tuple[Any, int], keys: tuple[Any, int], group: int, segments: _Segments | None
+) -> Bool[Array, "rows keys"]:
+    """Which keys a row may see; both ranges are (first position, how many positions)."""
+    shape = (queries[1], group)
+    rows = queries[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1)
+    visible = rows[:, None] >= keys[0] + jnp.arange(keys[1])
+    if segments is not None:
+        row_ids, key_ids = _rows(segments.rows, *queries, group), _rows(segments.keys, *keys)
+        visible = visible & (row_ids[:, None] + key_ids == 0)
+    return visible
+
+
 def _forward_pass(scale, query, key, value, segment_ids):
     batch, seq, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
+    segments = _segments(segment_ids, group)
 
     def one_head(i, buffers):
         b, g = i // kv_heads, i % kv_heads
         q = scale * _head(query, b, g, group).reshape(seq * group, dim)
         k, v = (_head(x, b, g)[:, 0] for x in (key, value))
-        out, lse = _forward_head(q, k, v, None if segment_ids is None else segment_ids[b])
+        out, lse = _forward_head(q, k, v, jax.tree.map(lambda ids: ids[b], segments))
         return (
             _set_head(buffers[0], b, g, out.reshape(seq, group, dim)),
             jax.lax.dynamic_update_slice(buffers[1], lse[None, None], (b, g, 0)),
@@ -155,9 +184,9 @@ def _forward_head(
     q: Float[Array, "rows dim"],
     k: Float[Array, "seq dim"],
     v: Float[Array, "seq dim"],
-    segments: Int[Array, " seq"] | None,
+    segments: _Segments | None,
 ) -> tuple[Float[Array, "rows dim"], Float[Array, " rows"]]:
-    """Output and log-sum-exp of the query heads (rows: position, head; already scaled) of one key head."""
+    """Output and log-sum-exp of the query heads of one key head; q is already scaled."""
     group = q.shape[0] // k.shape[0]
     outs, lses = [], []
     for strip in _strips(k.shape[0]):
@@ -185,13 +214,15 @@ def _backward_pass(scale, query, key, value, segment_ids, out, lse, grad_out):
     batch, seq, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
+    segments = _segments(segment_ids, group)
 
     def one_head(i, buffers):
         b, g = i // kv_heads, i % kv_heads
         q, o, do = (_head(x, b, g, group).reshape(seq * group, dim) for x in (query, out, grad_out))
         k, v = (_head(x, b, g)[:, 0] for x in (key, value))
+        delta = (o * do).sum(axis=1)
         dq_t, dk, dv = _backward_head(
-            scale * q, k, v, None if segment_ids is None else segment_ids[b], lse[b, g], (o * do).sum(1), do
+            scale * q, k, v, jax.tree.map(lambda ids: ids[b], segments), lse[b, g], delta, do
         )
         dq = (scale * dq_t.T).reshape(seq, group, dim)
         grads = (dq, dk[:, None], dv[:, None])
@@ -205,21 +236,21 @@ def _backward_head(
     q: Float[Array, "rows dim"],
     k: Float[Array, "seq dim"],
     v: Float[Array, "seq dim"],
-    segments: Int[Array, " seq"] | None,
+    segments: _Segments | None,
     lse: Float[Array, " rows"],
     delta: Float[Array, " rows"],
     do: Float[Array, "rows dim"],
 ) -> tuple[Float[Array, "dim rows"], Float[Array, "seq dim"], Float[Array, "seq dim"]]:
-    """(dq)ᵀ, dk and dv of one key head; delta is the row sum of out * do. Scores here are keys × queries."""
+    """(dq)ᵀ, dk and dv of one key head; delta is the row sum of out * do. Scores here are keys × rows."""
     seq = k.shape[0]
     group = q.shape[0] // seq
     k_t = k.T
     dq_t, dks, dvs = jnp.zeros_like(q.T), [], []
     for strip in _strips(seq):
-        first = strip.start * group  # earlier queries do not see this strip's keys
-        queries, grads = q[first:], do[first:]
+        first = strip.start * group  # earlier rows see none of this strip's keys
 
-        def block(dq_t, start, strip=strip, queries=queries, grads=grads, first=first):
+        def block(dq_t, start, strip=strip, first=first):
+            queries, grads = q[first:], do[first:]
             keys, values = (_rows(x, start, strip.size) for x in (k, v))
             visible = _visible((strip.start, seq - strip.start), (start, strip.size), group, segments).T
             scores = jnp.where(visible, keys @ queries.T - lse[first:], _MASKED)
@@ -236,18 +267,6 @@ def _backward_head(
         dks.append(dk.reshape(-1, dk.shape[-1]))
         dvs.append(dv.reshape(-1, dv.shape[-1]))
     return dq_t, jnp.concatenate(dks), jnp.concatenate(dvs)
-
-
-def _visible(
-    queries: tuple[Any, int], keys: tuple[Any, int], group: int, segments: Int[Array, " seq"] | None
-) -> Bool[Array, "rows keys"]:
-    """Which keys a row of queries may see; both ranges are (first position, how many)."""
-    rows = queries[0] + jnp.arange(queries[1] * group) // group
-    visible = rows[:, None] >= keys[0] + jnp.arange(keys[1])
-    if segments is not None:
-        of_rows = jnp.repeat(_rows(segments, *queries), group)
-        visible = visible & (of_rows[:, None] == _rows(segments, *keys))
-    return visible
 
 
 def _rows(x: Array, start: Any, size: int, group: int = 1) -> Array:
