@@ -430,7 +430,7 @@ def _wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _check(name: str, value: Any, low: float, high: float, *, closed: bool = True) -> None:
+def _check(name: str, value: Any, low: int | float, high: int | float, *, closed: bool = True) -> None:
     """Concrete scalars in [low, high), or (low, high) when not closed; None, schedules and tracers pass."""
     if value is None or callable(value) or isinstance(value, jax.core.Tracer):
         return

@@ -28,9 +28,9 @@ def olion_diagnostics(
 ) -> dict[str, dict[str, Array]]:
     """Measure, for every matrix, the quantities of OLion's descent lemma and the quality of the signs in use.
 
-    With G = U diag(σ) Vᵀ of rank r, Q = UVᵀ, S = sign(Q), α = mean σ and m_k = u_kᵀSv_k (so that Σm_k = ‖Q‖₁):
-    ⟨G, S⟩ >= Φ = α‖Q‖₁(1 - eρ). Costs two singular value decompositions per matrix: call it now and then, inside or
-    outside `jit`.
+    With G = U diag(σ) Vᵀ of rank r, Q = UVᵀ, S = sign(Q), α = mean σ and m_k = u_kᵀSv_k (so that
+    Σm_k = ‖Q‖₁): ⟨G, S⟩ >= Φ = α‖Q‖₁(1 - eρ). Costs two singular value decompositions per matrix: call it now
+    and then, inside or outside `jit`.
 
     Args:
         grads_or_mu: gradients, or the momentum in an optimizer state; `None` and masked leaves are skipped.
@@ -42,12 +42,15 @@ def olion_diagnostics(
 
     Returns:
         From a leaf's path (with "[i]" for block i of a split) to arrays over its batch axes:
-        `isotropy`, e = √r ‖m - ‖Q‖₁/r‖₂ / ‖Q‖₁, small when the singular vectors look random;
-        `spread`, ρ = ‖σ - α‖₂ / (α√r);
-        `descent`, Φ/‖G‖_F, negative when the lemma promises nothing;
-        `sign_spectral_norm`, ‖S'‖₂/√max(d₁, d₂) of the signs S' in use, at least 1 without zeros, 1 in the
-        ideal case; `sign_agreement`, the share of entries where S' = S; `zero_share`, that of zeros in S'. A
-        zero matrix gives zeros and ones; a matrix with NaN gives NaN.
+
+        * `isotropy`: e = √r ‖m - ‖Q‖₁/r‖₂ / ‖Q‖₁, small when the singular vectors look random;
+        * `spread`: ρ = ‖σ - α‖₂ / (α√r);
+        * `descent`: Φ / ‖G‖_F, negative when the lemma promises nothing;
+        * `sign_spectral_norm`: ‖S'‖₂ / √max(d₁, d₂) of the signs S' in use, at least 1 without zeros;
+        * `sign_agreement`: the share of entries where S' = S;
+        * `zero_share`: that of zeros in S'.
+
+        A zero matrix gives zeros, and one for both shares; a matrix with NaN gives NaN.
 
     Raises:
         ValueError: specs that do not fit, settings of the orthogonalizer out of range.

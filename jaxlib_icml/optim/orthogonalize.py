@@ -147,13 +147,9 @@ def check_orthogonalizer(method: str, steps: Any, coeffs: Any) -> None:
         return
     if method in ("svd", "identity"):
         raise ValueError(f"coefficients have no meaning for the orthogonalizer {method!r}; leave them None")
-    shape = jnp.shape(coeffs)
-    if shape[-1:] != (3,) or len(shape) > 2 or 0 in shape:
-        raise ValueError(f"coefficients must be a triple or a sequence of triples, got shape {shape}")
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(coeffs)):
-        flat = [float(leaf) for leaf in jnp.ravel(jnp.asarray(coeffs))]
-        if not all(map(math.isfinite, flat)):
-            raise ValueError(f"coefficients must be finite, got {coeffs!r}")
+    table = _as_coefficients(coeffs).table
+    if isinstance(table, tuple) and not all(math.isfinite(c) for triple in table for c in triple):
+        raise ValueError(f"coefficients must be finite, got {coeffs!r}")
 
 
 def as_static_integer(value: Any) -> Any:
@@ -169,10 +165,21 @@ def as_static_integer(value: Any) -> Any:
 
 
 def _as_coefficients(coeffs: Any) -> _Coefficients:
-    if isinstance(coeffs, jax.Array) or any(isinstance(c, jax.core.Tracer) for c in jax.tree.leaves(coeffs)):
-        return _Coefficients(jnp.atleast_2d(jnp.asarray(coeffs)))
-    triples = coeffs if jnp.ndim(coeffs) == 2 else (coeffs,)
-    return _Coefficients(tuple((float(a), float(b), float(c)) for a, b, c in triples))
+    """Triples as Python floats where they are known at trace time, else as an array."""
+    if not hasattr(coeffs, "shape"):
+        rows = tuple(coeffs)
+        rows = rows if rows and all(isinstance(row, Sequence) or jnp.ndim(row) for row in rows) else (rows,)
+        if any(len(row) != 3 for row in rows):
+            raise ValueError(f"coefficients must be a triple or a sequence of triples, got {coeffs!r}")
+        coeffs = rows
+        if any(isinstance(c, jax.core.Tracer) for c in jax.tree.leaves(rows)):
+            coeffs = jnp.stack([jnp.stack([jnp.asarray(c, jnp.float32) for c in row]) for row in rows])
+    elif coeffs.shape[-1:] != (3,) or coeffs.ndim > 2 or 0 in coeffs.shape:
+        raise ValueError(f"coefficients must be a triple or a sequence of triples, got shape {coeffs.shape}")
+    if isinstance(coeffs, jax.core.Tracer):
+        return _Coefficients(jnp.atleast_2d(coeffs))
+    rows = coeffs if isinstance(coeffs, tuple) else jnp.atleast_2d(coeffs)
+    return _Coefficients(tuple((float(a), float(b), float(c)) for a, b, c in rows))
 
 
 def _product_dtype(wide: DTypeLike) -> DTypeLike:
@@ -202,7 +209,8 @@ def unit_frobenius(x: Float[Array, "*batch rows columns"]) -> Float[Array, "*bat
     _, exponent = jnp.frexp(jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True))
     x = x * jnp.ldexp(jnp.ones((), x.dtype), -jnp.clip(exponent, -limit, limit))
     norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
-    return x / jnp.where(norm == 0, 1, norm)
+    # An infinite norm would turn the finite entries into zeros that look like a gradient.
+    return x / jnp.where(norm == 0, 1, jnp.where(jnp.isfinite(norm), norm, jnp.nan))
 
 
 def _newton_schulz(z: Array, steps: Any, coefficients: _Coefficients) -> Array:
