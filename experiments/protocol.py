@@ -128,6 +128,13 @@ class Claim:
     expected: Expected | Mapping[Scale, Expected]
     judged_on: Literal["mean", "every seed"] = "mean"
 
+    @property
+    def unit(self) -> str:
+        """The unit of the measurement, which scales share."""
+        if isinstance(self.expected, Expected):
+            return self.expected.unit
+        return next((expected.unit for expected in self.expected.values()), "")
+
     def expected_at(self, scale: Scale) -> Expected | None:
         """Returns the expectation at `scale`, None where there is none."""
         return self.expected if isinstance(self.expected, Expected) else self.expected.get(scale)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from experiments.benchmarks.protocol import Benchmark, BenchmarkOutcome
@@ -149,31 +150,21 @@ def run_benchmark(benchmark: Benchmark, *, scale: Scale, folder: Path, console: 
 
 def claims_table(record: Mapping[str, Any]) -> Table:
     """Returns the table of claims of one record, for a console."""
-    table = Table("claim", "paper", "expected here", "measured", "held", title=record["title"])
+    table = Table("claim", "paper", "expected here", "measured", "held", title=escape(record["title"]))
     for claim in record["claims"]:
         colour = _COLOURS[claim["held"]]
-        table.add_row(
-            claim["statement"],
-            claim["paper"] or "–",
-            claim["expected"] or "–",
-            claim["shown"],
-            f"[{colour}]{VERDICTS[claim['held']]}[/]",
-        )
+        cells = (claim["statement"], claim["paper"] or "–", claim["expected"] or "–", claim["shown"])
+        table.add_row(*map(escape, cells), f"[{colour}]{VERDICTS[claim['held']]}[/]")
     return table
 
 
 def targets_table(record: Mapping[str, Any]) -> Table:
     """Returns the table of targets of one benchmark record, for a console."""
-    table = Table("ratio", "target", "goal", "measured [quartiles]", "met", title=record["title"])
+    table = Table("ratio", "target", "goal", "measured [quartiles]", "met", title=escape(record["title"]))
     for target in record["targets"]:
         colour = _COLOURS[target["met"]]
-        table.add_row(
-            target["statement"],
-            target["target"],
-            target["goal"] or "–",
-            target["shown"].replace("[", r"\["),
-            f"[{colour}]{VERDICTS[target['met']]}[/]",
-        )
+        cells = (target["statement"], target["target"], target["goal"] or "–", target["shown"])
+        table.add_row(*map(escape, cells), f"[{colour}]{VERDICTS[target['met']]}[/]")
     return table
 
 
@@ -210,7 +201,7 @@ def _claim_record(claim: Claim, measured: Measured, scale: Scale) -> dict[str, A
         "low": measured.low,
         "high": measured.high,
         "std": measured.std,
-        "shown": measured.show(expected.unit if expected else ""),
+        "shown": measured.show(claim.unit),
         "held": claim.held(measured, scale),
     }
 

@@ -87,7 +87,8 @@ def test_a_run_writes_what_it_measured(command, results):
     assert "1000 throws per seed" in text
     assert "The coin is a random number generator." in text
     assert re.search(r"No heads at all .* no\b", text)
-    assert re.search(r"All heads at full scale .* not judged\b", text)
+    assert re.search(r"All heads at full scale .* heads .* not judged\b", text)
+    assert "One [1]" in text  # brackets are text, not markup
 
 
 def test_a_terminal_shows_a_bar(command, tmp_path):

@@ -39,8 +39,8 @@ EXPERIMENT = Experiment(
     claims=(
         Claim("half", "Half of the throws | heads", "0.5", between(0.45, 0.55), judged_on="every seed"),
         Claim("never", "No heads at all", "", at_most(0.1, "heads")),
-        Claim("certain", "All heads at full scale", "1", {"full": at_least(1.0)}),
-        Claim("large", "One", "1", at_least(1.0)),
+        Claim("certain", "All heads at full scale", "1", {"full": at_least(1.0, "heads")}),
+        Claim("large", "One [1]", "1", at_least(1.0)),
     ),
     run=run,
     plot=plot,
