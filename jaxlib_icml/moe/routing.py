@@ -181,7 +181,7 @@ def routing_stats(
 
 def update_expert_bias(
     bias: Float[Array, "*layers experts"],
-    load: Float[Array, "*layers experts"],
+    load: Float[Array, "..."],
     kappa: float,
     rate: float = 0.01,
 ) -> Float[Array, "*layers experts"]:
