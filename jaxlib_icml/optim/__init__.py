@@ -3,6 +3,15 @@
 Imported eagerly, so that `jaxlib_icml.optim.olion` is the function and not the module of the same name.
 """
 
+from jaxlib_icml.optim.clipping import ZClipState, agc, value_clip, zclip
+from jaxlib_icml.optim.gradient_stabilizer import (
+    StabilizerMetrics,
+    StabilizerState,
+    gradient_stabilizer,
+    recovery_steps,
+    stabilizer_bound,
+    stabilizer_metrics,
+)
 from jaxlib_icml.optim.matrix_specs import (
     MatrixSpec,
     default_matrix_specs,
@@ -34,15 +43,25 @@ __all__ = [
     "MatrixSpec",
     "MuonDirectionState",
     "ScaleByOlionState",
+    "StabilizerMetrics",
+    "StabilizerState",
+    "ZClipState",
+    "agc",
     "default_matrix_specs",
     "default_weight_decay_mask",
     "from_matrices",
+    "gradient_stabilizer",
     "matrix_spec_table",
     "muon_direction",
     "olion",
     "olion_diagnostics",
     "orthogonalize",
+    "recovery_steps",
     "resolve_matrix_specs",
     "scale_by_olion",
+    "stabilizer_bound",
+    "stabilizer_metrics",
     "to_matrices",
+    "value_clip",
+    "zclip",
 ]
