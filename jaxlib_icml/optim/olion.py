@@ -105,7 +105,7 @@ def scale_by_olion(
     Example:
         >>> tx = scale_by_olion()
         >>> g = {"w": jnp.array([[1e-9, -2e-9, 0.0], [3e-9, 4e-9, 0.0]])}
-        >>> tx.update(g, tx.init(g))[0]["w"].round(3).tolist()
+        >>> jax.jit(tx.update)(g, tx.init(g))[0]["w"].round(3).tolist()
         [[0.24500000476837158, -0.24500000476837158, 0.0], [0.24500000476837158, 0.24500000476837158, 0.0]]
 
     Reference:
@@ -355,7 +355,7 @@ def olion(
     Example:
         >>> tx = optax.chain(optax.clip_by_global_norm(1.0), olion(optax.cosine_decay_schedule(6e-4, 1000)))
         >>> params = {"dense": {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}}
-        >>> updates, _ = tx.update(params, tx.init(params), params)
+        >>> updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
         >>> float(updates["dense"]["kernel"][0, 0] / 6e-4).__round__(3)
         -0.3
 
