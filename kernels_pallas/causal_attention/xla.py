@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.causal_attention import reference
+from kernels_pallas.causal_attention.sharding import partitioned, same_varying
 
-_BLOCK = 128  # positions per block
 _STRIPS = 8  # unrolled groups of blocks: bounds the size of the program when the sequence is long
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -35,6 +35,7 @@ def causal_attention(
     scale: float,
 ) -> Float[Array, "batch seq heads dim"]:
     """Blockwise attention with its own backward pass; see `api.causal_attention`."""
+    query, key, value, segment_ids = same_varying((query, key, value, segment_ids))
     return _attention(scale, query, key, value, segment_ids)
 
 
@@ -60,7 +61,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(scale, query, key, value, segment_ids):
-    return _fold_vmap(functools.partial(_forward_pass, scale))(query, key, value, segment_ids)
+    call = _local(functools.partial(_forward_pass, scale), results=("b.h.", "bg."))
+    return call(query, key, value, segment_ids)
 
 
 @_forward.defjvp
@@ -75,8 +77,8 @@ def _forward_jvp(scale, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _backward(scale, query, key, value, segment_ids, out, lse, grad_out):
-    backward = _fold_vmap(functools.partial(_backward_pass, scale))
-    return backward(query, key, value, segment_ids, out, lse, grad_out)
+    call = _local(functools.partial(_backward_pass, scale), results=("b.h.", "b.g.", "b.g."))
+    return call(query, key, value, segment_ids, out, lse, grad_out)
 
 
 @_backward.defjvp
@@ -90,6 +92,23 @@ def _backward_jvp(scale, primals, tangents):
         return jax.vjp(attend, query, key, value)[1](grad_out)
 
     return jax.jvp(plain, (query, key, value, grad_out), (*tangents[:3], tangents[6]))
+
+
+def _local(operation: Callable, results: tuple[str, ...]) -> Callable:
+    """`operation` with its vmap and sharding rules; dimensions are named as in `partitioned`."""
+
+    def call(query, key, value, segment_ids, *rest):
+        has_segments = segment_ids is not None
+        segments = (segment_ids,) if has_segments else ()
+        operands = ("b.h.", "b.g.", "b.g.", *["b."] * has_segments, *("b.h.", "bg.", "b.h.")[: len(rest)])
+
+        def flat(query, key, value, *others):
+            segment_ids, others = (others[0], others[1:]) if has_segments else (None, others)
+            return operation(query, key, value, segment_ids, *others)
+
+        return _fold_vmap(partitioned(flat, operands, results))(query, key, value, *segments, *rest)
+
+    return call
 
 
 def _fold_vmap(operation: Callable) -> Callable:
@@ -125,13 +144,14 @@ class _Strip(NamedTuple):
         return self.start + self.size * jnp.arange(self.blocks)
 
 
-def _strips(seq: int) -> Iterator[_Strip]:
-    full = seq // _BLOCK
+def _strips(seq: int, group: int) -> Iterator[_Strip]:
+    size = 128 if group <= 2 else 64  # a block has size * group rows: equally fast, a third of the memory
+    full = seq // size
     per_strip = max(1, -(-full // _STRIPS))
     for first in range(0, full, per_strip):
-        yield _Strip(first * _BLOCK, _BLOCK, min(per_strip, full - first))
-    if seq % _BLOCK:
-        yield _Strip(full * _BLOCK, seq % _BLOCK, 1)
+        yield _Strip(first * size, size, min(per_strip, full - first))
+    if seq % size:
+        yield _Strip(full * size, seq % size, 1)
 
 
 class _Segments(NamedTuple):
@@ -176,7 +196,7 @@ def _forward_pass(scale, query, key, value, segment_ids):
             jax.lax.dynamic_update_slice(buffers[1], lse[None, None], (b, g, 0)),
         )
 
-    buffers = jnp.zeros_like(query), jnp.zeros((batch, kv_heads, seq * group), jnp.float32)
+    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, kv_heads, seq * group))), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 
@@ -189,7 +209,7 @@ def _forward_head(
     """Output and log-sum-exp of the query heads of one key head; q is already scaled."""
     group = q.shape[0] // k.shape[0]
     outs, lses = [], []
-    for strip in _strips(k.shape[0]):
+    for strip in _strips(k.shape[0], group):
         keys, values = k[: strip.stop], v[: strip.stop]
 
         def block(start, strip=strip, keys=keys, values=values):
@@ -228,7 +248,7 @@ def _backward_pass(scale, query, key, value, segment_ids, out, lse, grad_out):
         grads = (dq, dk[:, None], dv[:, None])
         return tuple(_set_head(x, b, g, grad) for x, grad in zip(buffers, grads, strict=True))
 
-    buffers = tuple(jnp.zeros_like(x) for x in (query, key, value))
+    buffers = same_varying(tuple(jnp.zeros_like(x) for x in (query, key, value)), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 
@@ -245,8 +265,8 @@ def _backward_head(
     seq = k.shape[0]
     group = q.shape[0] // seq
     k_t = k.T
-    dq_t, dks, dvs = jnp.zeros_like(q.T), [], []
-    for strip in _strips(seq):
+    dq_t, dks, dvs = same_varying(jnp.zeros_like(q.T), like=q), [], []
+    for strip in _strips(seq, group):
         first = strip.start * group  # earlier rows see none of this strip's keys
 
         def block(dq_t, start, strip=strip, first=first):

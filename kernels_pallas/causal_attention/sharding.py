@@ -1,0 +1,104 @@
+"""Keeps loops over (batch, key head) local to the devices that hold them when `jit` partitions a program."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jaxtyping import Array, PyTree
+
+
+def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[str]) -> Callable:
+    """`operation`, run by every device on its own batch elements and heads.
+
+    Without this the partitioner gathers all arrays of a loop that slices sharded axes. Axes other than batch
+    and heads are gathered. With explicit sharding the same is done by `jax.shard_map`. Nothing changes on a
+    single device or inside a `jax.shard_map`.
+
+    Args:
+      operation: Function of arrays, one for each entry of `operands`, to a tuple of arrays.
+      operands: One letter per dimension of every operand: "b" is batch, "h" query heads, "g" key heads, "." a
+        dimension that is not split. The first two operands are (batch, seq, heads, dim) queries and keys.
+      results: The same for every result.
+
+    Returns:
+      A function with the signature of `operation`; vmap and differentiation belong outside of it.
+    """
+    wrapped = custom_partitioning(operation)
+
+    def partition(mesh: jax.sharding.Mesh, arg_infos: Any, result_infos: Any) -> tuple:
+        query, key = arg_infos[:2]
+        batch = _spec(query)[0]
+        # Query heads may be split only together with the key heads they read.
+        heads = _spec(key)[2] if key.shape[2] % _ways(mesh, _spec(key)[2]) == 0 else None
+        split = {"b": batch, "h": heads, "g": heads}
+
+        def sharding(dims: str) -> jax.sharding.NamedSharding:
+            spec = jax.sharding.PartitionSpec(*(split.get(dim) for dim in dims))
+            return jax.sharding.NamedSharding(mesh, spec)
+
+        return mesh, operation, tuple(map(sharding, results)), tuple(map(sharding, operands))
+
+    wrapped.def_partition(partition=partition, sharding_rule=_rule(operands, results))
+
+    def call(*arrays: Array) -> Any:
+        query, key = (jax.typeof(x).sharding for x in arrays[:2])
+        explicit = _explicit_axes(query.mesh)
+        if not explicit:
+            return wrapped(*arrays)
+        heads = key.spec[2] if key.spec[2] == query.spec[2] else None
+        split = {"b": query.spec[0], "h": heads, "g": heads}
+        specs = [jax.sharding.PartitionSpec(*map(split.get, dims)) for dims in (*operands, *results)]
+        arrays = tuple(jax.sharding.reshard(x, spec) for x, spec in zip(arrays, specs, strict=False))
+        in_specs, out_specs = tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
+        return jax.shard_map(operation, axis_names=explicit, in_specs=in_specs, out_specs=out_specs)(*arrays)
+
+    return call
+
+
+def _explicit_axes(mesh: Any) -> set[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
+
+
+def same_varying(arrays: PyTree, like: Array | None = None) -> PyTree:
+    """Marks all arrays as varying over every mesh axis that one of them (or `like`) varies over.
+
+    Inside `jax.shard_map` the carry of a loop must vary over the same axes as what is written into it.
+    """
+    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves((arrays, like))))
+
+    def cast(x: Array) -> Array:
+        missing = tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)  # its name in newer versions of JAX
+    return manual.varying if manual is not None else aval.vma
+
+
+def _spec(info: Any) -> tuple:
+    spec = tuple(info.sharding.spec) if info.sharding is not None else ()
+    return spec + (None,) * (len(info.shape) - len(spec))
+
+
+def _ways(mesh: jax.sharding.Mesh, axes: Any) -> int:
+    ways = 1
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        ways *= mesh.shape[axis]
+    return ways
+
+
+def _rule(operands: Sequence[str], results: Sequence[str]) -> str:
+    """The rule through which shardings spread: only the batch factor, and key heads among key-head arrays."""
+    counter = itertools.count()
+
+    def factors(dims: str) -> str:
+        return " ".join(f"x{next(counter)}" if dim == "." else dim for dim in dims)
+
+    return f"{', '.join(map(factors, operands))} -> {', '.join(map(factors, results))}"
