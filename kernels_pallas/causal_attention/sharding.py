@@ -1,6 +1,7 @@
 """Keeps loops over (batch, key head) local to the devices that hold them when `jit` partitions a program."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +30,8 @@ def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[
 
     def partition(mesh: jax.sharding.Mesh, arg_infos: Any, result_infos: Any) -> tuple:
         query, key = arg_infos[:2]
-        batch = _spec(query)[0]
-        # Query heads may be split only together with the key heads they read.
-        heads = _spec(key)[2] if key.shape[2] % _ways(mesh, _spec(key)[2]) == 0 else None
+        batch = _evenly(mesh, query, 0)
+        heads = _evenly(mesh, key, 2)  # query heads are split only together with the key heads they read
         split = {"b": batch, "h": heads, "g": heads}
 
         def sharding(dims: str) -> jax.sharding.NamedSharding:
@@ -82,16 +82,12 @@ def _varying(x: Array) -> frozenset[str]:
     return manual.varying if manual is not None else aval.vma
 
 
-def _spec(info: Any) -> tuple:
+def _evenly(mesh: jax.sharding.Mesh, info: Any, dim: int) -> Any:
+    """The mesh axes that split dimension `dim` of an array, or None where they do not divide it."""
     spec = tuple(info.sharding.spec) if info.sharding is not None else ()
-    return spec + (None,) * (len(info.shape) - len(spec))
-
-
-def _ways(mesh: jax.sharding.Mesh, axes: Any) -> int:
-    ways = 1
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
-        ways *= mesh.shape[axis]
-    return ways
+    axes = spec[dim] if dim < len(spec) else None
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return axes if info.shape[dim] % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
 def _rule(operands: Sequence[str], results: Sequence[str]) -> str:
