@@ -203,8 +203,8 @@ def update_expert_bias(
       ValueError: `kappa` or `rate` is out of range, or the shapes differ.
 
     >>> import jax.numpy as jnp
-    >>> update_expert_bias(jnp.zeros(2), jnp.array([1.0, 0.0]), kappa=0.5, rate=0.1).round(3).tolist()
-    [-0.05000000074505806, 0.05000000074505806]
+    >>> update_expert_bias(jnp.zeros(2), jnp.array([1.0, 0.0]), kappa=0.5, rate=0.25).tolist()
+    [-0.125, 0.125]
     """
     if not 0 < kappa <= 1:
         raise ValueError(f"kappa must be in (0, 1], got {kappa}")
