@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -93,7 +93,7 @@ class Checkpointer:
             epath.Path(Path(directory).resolve()), options=options, item_handlers=handlers
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *_: object) -> None:

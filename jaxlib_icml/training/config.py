@@ -136,7 +136,7 @@ class TrainConfig:
     @property
     def time_limit(self) -> float | None:
         """Seconds of training, or None when `steps` decides."""
-        return None if self.steps is not None else 60 * (5 if self.minutes is None else self.minutes)
+        return None if self.steps is not None else 60.0 * (5.0 if self.minutes is None else self.minutes)
 
 
 # What may change when a run is continued: how long, how fast and where, not what is learned.

@@ -7,7 +7,7 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,7 +58,7 @@ class _StopSignals:
         self.requested = False
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_StopSignals":
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._request) for number in _STOP_SIGNALS}
         return self

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 
 class Progress(NamedTuple):
@@ -23,7 +23,7 @@ class Progress(NamedTuple):
 class Reporter(Protocol):
     """Shows notes and steps; used as a context manager around the steps."""
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> "Reporter": ...
 
     def __exit__(self, *exc: object) -> None: ...
 
@@ -47,7 +47,7 @@ def describe(progress: Progress, spikes: int) -> str:
 class SilentReporter:
     """Shows nothing."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "SilentReporter":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -101,7 +101,7 @@ class RichReporter(SilentReporter):
         self._task = self._bar.add_task("compiling ...", total=1.0)
         self._spikes = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RichReporter":
         self._bar.start()
         return self
 

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -55,7 +55,7 @@ class RunFolder:
         self.config = config
         self._lock: int | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunFolder":
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             others = [p.name for p in self.path.iterdir() if p.name != ".lock"]

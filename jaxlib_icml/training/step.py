@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,8 +18,7 @@ Batch = dict[str, Array]
 OptimizerFactory = Callable[[Any], optax.GradientTransformation]
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(NamedTuple):
     """Everything a run carries from step to step."""
 
     step: Int[Array, ""]
@@ -112,10 +110,10 @@ def make_train_program(
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux)
-            return state.replace(params=params, rest=rest, opt_state=opt_state)
+            return state._replace(params=params, rest=rest, opt_state=opt_state)
 
         state = jax.lax.cond(finite, apply, lambda state: state, state)
-        state = state.replace(step=state.step + 1, skipped=state.skipped + ~finite)
+        state = state._replace(step=state.step + 1, skipped=state.skipped + ~finite)
         violation = 0.0 if aux.routing is None else jnp.max(aux.routing.max_violation)
         metrics = StepMetrics(
             loss=aux.nll_sum / jnp.maximum(aux.weight_sum, 1.0),
