@@ -6,7 +6,7 @@ reductions across devices can travel as one collective.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,11 +82,18 @@ class NormUnits:
         return jax.lax.platform_dependent(*self.leaves, cpu=self._norms_by_cases, default=self._norms)
 
     def _norms(self, *leaves: Array) -> Float[Array, "units"]:
-        small, large = (self._sums_of_squares(leaves, scale) for scale in (_SCALE_SMALL, _SCALE_LARGE))
+        def sums(scale: float) -> Float[Array, "units"]:
+            # XLA rewrites (x c)(x c) as (x x)(c c) for constants, which would overflow: the minimum, which
+            # changes nothing, keeps the products apart.
+            return self._sums_of_squares(leaves, lambda x: jnp.minimum(x * scale, jnp.finfo(jnp.float32).max))
+
+        small, large = sums(_SCALE_SMALL), sums(_SCALE_LARGE)
         return jnp.where(jnp.isfinite(small), jnp.sqrt(small) / _SCALE_SMALL, jnp.sqrt(large) / _SCALE_LARGE)
 
     def _norms_by_cases(self, *leaves: Array) -> Float[Array, "units"]:
-        sums = self._sums_of_squares(leaves, _SCALE_USUAL)
+        # The barrier hides constants from that rewriting too, and costs CPUs less.
+        leaves, scale = jax.lax.optimization_barrier((leaves, jnp.float32(_SCALE_USUAL)))
+        sums = self._sums_of_squares(leaves, lambda x: x * scale)
         # Squares below the smallest normal number are lost: 24 bits above it, once per element, they do not
         # matter. A sum of exactly zero is a zero gradient, or one with all elements below 1e-25.
         inaccurate = (sums > 0) & (sums < self._sizes() * 2.0**-102)
@@ -97,17 +104,15 @@ class NormUnits:
             *leaves,
         )
 
-    def _sums_of_squares(self, leaves: Sequence[Array], scale: float) -> Float[Array, "units"]:
-        largest = jnp.finfo(jnp.float32).max
+    def _sums_of_squares(
+        self, leaves: Sequence[Array], scaled: Callable[[Array], Array]
+    ) -> Float[Array, "units"]:
         sums: list[Any] = [0.0] * len(self.names)
         for leaf, unit, flag in zip(leaves, self.unit_of, self.is_stacked, strict=True):
             parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
             axes = tuple(range(1 if flag else 0, leaf.ndim))
             for part in parts:
-                # XLA rewrites (x c)(x c) as (x x)(c c) for constants, which would overflow: the minimum,
-                # which changes nothing but infinity, keeps the products apart.
-                scaled = jnp.minimum(part.astype(jnp.float32) * scale, largest)
-                sums[unit] += jnp.sum(jnp.square(scaled), axis=axes)
+                sums[unit] += jnp.sum(jnp.square(scaled(part.astype(jnp.float32))), axis=axes)
         return self.ravel(sums)
 
     def _sizes(self) -> Float[np.ndarray, "units"]:
