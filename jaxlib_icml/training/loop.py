@@ -24,7 +24,7 @@ from jaxlib_icml.training.evaluate import total_nats
 from jaxlib_icml.training.mesh import batch_sharding, batch_shards, make_mesh
 from jaxlib_icml.training.metrics import MetricsWriter, SpikeDetector, plot_loss
 from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
-from jaxlib_icml.training.progress import Progress, Reporter, SilentReporter
+from jaxlib_icml.training.progress import Progress, Reporter
 from jaxlib_icml.training.runs import RunFolder, abstract_arrays, model_config, write_text
 from jaxlib_icml.training.step import TrainProgram, TrainState, make_train_program
 
@@ -90,7 +90,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
       ValueError: bad configuration, data or run folder; nothing was trained.
       Interrupted: on SIGINT or SIGTERM, after a checkpoint.
     """
-    reporter = reporter or SilentReporter()
+    reporter = reporter or Reporter()
     run_dir = Path(config.run_dir or _new_run_dir(config))
     corpus = load_corpus(config.data, held_out_fraction=config.held_out_fraction, text_field=config.text_field)
     mesh = make_mesh(config.mesh)
@@ -99,8 +99,13 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
             f"batch_size: {config.batch_size} in {config.accumulation_steps} micro-batches does not divide over "
             f"the {batch_shards(mesh)} batch shards of the mesh"
         )
-    with RunFolder(run_dir, config):
-        return _Run(config, run_dir, corpus, mesh, reporter).finish()
+    with RunFolder(run_dir, config) as folder:
+        try:
+            run = _Run(config, run_dir, corpus, mesh, reporter)
+        except BaseException:
+            folder.discard()
+            raise
+        return run.finish()
 
 
 def _new_run_dir(config: TrainConfig) -> Path:

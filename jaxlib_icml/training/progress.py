@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 
 class Progress(NamedTuple):
@@ -20,20 +20,6 @@ class Progress(NamedTuple):
     """The gradient norm stands out from the recent ones."""
 
 
-class Reporter(Protocol):
-    """Shows notes and steps; used as a context manager around the steps."""
-
-    def __enter__(self) -> "Reporter": ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    def note(self, text: str) -> None:
-        """A line that stays."""
-
-    def step(self, progress: Progress) -> None:
-        """One finished step."""
-
-
 def describe(progress: Progress, spikes: int) -> str:
     """The figures of a step in one line."""
     minutes, seconds = divmod(round(progress.seconds_left), 60)
@@ -44,23 +30,23 @@ def describe(progress: Progress, spikes: int) -> str:
     )
 
 
-class SilentReporter:
-    """Shows nothing."""
+class Reporter:
+    """Shows notes and steps; used as a context manager around the steps. This one is silent."""
 
-    def __enter__(self) -> "SilentReporter":
+    def __enter__(self) -> "Reporter":
         return self
 
     def __exit__(self, *exc: object) -> None:
         return None
 
     def note(self, text: str) -> None:
-        """Ignored."""
+        """A line that stays."""
 
     def step(self, progress: Progress) -> None:
-        """Ignored."""
+        """One finished step."""
 
 
-class PlainReporter(SilentReporter):
+class PlainReporter(Reporter):
     """One line every few seconds.
 
     Args:
@@ -85,7 +71,7 @@ class PlainReporter(SilentReporter):
             print(f"{progress.fraction:4.0%}  {describe(progress, self._spikes)}", flush=True)
 
 
-class RichReporter(SilentReporter):
+class RichReporter(Reporter):
     """A progress bar that stays at the bottom of the terminal."""
 
     def __init__(self) -> None:

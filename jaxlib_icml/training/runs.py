@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,9 +55,11 @@ class RunFolder:
         self.path = path
         self.config = config
         self._lock: int | None = None
+        self._created = False
 
     def __enter__(self) -> "RunFolder":
         try:
+            self._created = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             others = [p.name for p in self.path.iterdir() if p.name != ".lock"]
             if others and CONFIG_FILE not in others:
@@ -79,6 +82,11 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def discard(self) -> None:
+        """Remove the folder of a run that could not start, unless it was there before."""
+        if self._created:
+            shutil.rmtree(self.path)
 
     def _claim(self) -> None:
         if (self.path / CONFIG_FILE).exists():

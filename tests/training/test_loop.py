@@ -98,7 +98,8 @@ def test_stopping_and_continuing_changes_no_bit(finished, text, tmp_path):
     """Three steps, then the same command with six: weights, losses and data order of the uninterrupted run."""
     run_dir = tmp_path / "two"
     train(config_for(text, run_dir, steps=3))
-    (run_dir / "metrics.jsonl").open("a").write('{"step": 4, "lo')  # a line cut by a crash
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # a line cut by a crash
     continued = train(config_for(text, run_dir))
     chex.assert_trees_all_equal(
         jax.tree.leaves(load_run(run_dir).state), jax.tree.leaves(load_run(finished.run_dir).state)
