@@ -87,12 +87,8 @@ def _parser() -> argparse.ArgumentParser:
             metavar="DIR",
             help="where results go; by default experiments/results, and a temporary folder at scale smoke",
         )
-    run.add_argument(
-        "--seeds", type=int, metavar="N", help="repeat over N seeds; default: as the experiment says"
-    )
-    run.add_argument(
-        "--data", metavar="PATH", help="your own data (path or glob), for experiments that take it"
-    )
+    run.add_argument("--seeds", type=int, metavar="N", help="repeat over N seeds; default: as the experiment says")
+    run.add_argument("--data", metavar="PATH", help="your own data (path or glob), for experiments that take it")
     return parser
 
 

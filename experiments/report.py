@@ -30,9 +30,7 @@ def stale_files(results: Path = RESULTS, report: Path = REPORT, readme: Path = R
     if readme.exists():
         wanted[readme] = with_method_table(readme.read_text(encoding="utf-8"))
     return {
-        path: text
-        for path, text in wanted.items()
-        if not path.exists() or path.read_text(encoding="utf-8") != text
+        path: text for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text
     }
 
 

@@ -88,7 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _usage() -> str:
     lines = [f"  {name:<10}{text}" for name, (_, text) in _COMMANDS.items()]
     return "\n".join(
-        ["usage: icml COMMAND [OPTIONS]", "", *lines, "", "icml COMMAND --help lists the options of a command."]
+        [
+            "usage: icml COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "icml COMMAND --help lists the options of a command.",
+        ]
     )
 
 
@@ -97,7 +103,7 @@ def _closest(word: str, words: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _parse(kind: type[_T], args: list[str], prog: str, default: _T | None = None) -> _T:
+def _parse(kind: type[_T], args: list[str], prog: str, default: Any = None) -> _T:
     """Flags to a dataclass by tyro, with every complaint as one line."""
     try:
         import tyro
@@ -263,7 +269,16 @@ def _info(args: list[str]) -> int:
 
     print("devices   " + ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()))
     print(f"python    {sys.version.split()[0]}")
-    for package in ("jaxlib-icml", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers"):
+    for package in (
+        "jaxlib-icml",
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "grain",
+        "tokenizers",
+    ):
         try:
             print(f"{package:<18}{version(package)}")
         except PackageNotFoundError:

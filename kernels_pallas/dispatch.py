@@ -42,9 +42,7 @@ def choose(
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     allowed = get_args(Name)
     if not names or any(name not in allowed for name in names):
-        raise ValueError(
-            f"implementation must be None, one of {allowed} or a sequence of them, got {implementation!r}"
-        )
+        raise ValueError(f"implementation must be None, one of {allowed} or a sequence of them, got {implementation!r}")
     for name in names:
         if name in available:
             return available[name]

@@ -9,11 +9,11 @@ import pytest
 from jaxlib_icml import cli
 from jaxlib_icml.training.config import TrainConfig
 
-TINY = (
-    "--batch-size 4 --evaluate-every 0 --checkpoint-every 0 --sample-tokens 8 --held-out-fraction 0.2 "
-    "--tokenizer.vocab-size 270 --model.width 16 --model.num-heads 2 --model.num-layers 1 --model.context-length 32 "
-    "--model.num-experts 2 --model.num-active-experts 1 --model.expert-width 16"
-).split()
+TINY = """
+--batch-size 4 --evaluate-every 0 --checkpoint-every 0 --sample-tokens 8 --held-out-fraction 0.2
+--tokenizer.vocab-size 270 --model.width 16 --model.num-heads 2 --model.num-layers 1 --model.context-length 32
+--model.num-experts 2 --model.num-active-experts 1 --model.expert-width 16
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(text, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "a"
-    assert cli.main(["train", "--steps", "3", "--data", str(text), "--run-dir", str(run_dir), *TINY]) == 0
+    assert cli.main(["train", "--steps", "3", "--data", str(text), "--run-dir", str(run_dir), *TINY.split()]) == 0
     return run_dir
 
 
 def test_train_writes_the_run_and_says_what_to_type_next(text, tmp_path, capsys):
     run_dir = tmp_path / "b"
-    code = cli.main(["train", "--steps", "2", "--data", str(text), "--run-dir", str(run_dir), *TINY])
+    code = cli.main(["train", "--steps", "2", "--data", str(text), "--run-dir", str(run_dir), *TINY.split()])
     out = capsys.readouterr().out
     assert code == 0
     assert "held-out text" in out
@@ -79,7 +79,12 @@ def test_toml_sets_defaults_and_flags_win(text, tmp_path, capsys):
     default, rest = cli._train_defaults(["--config", str(file), "--steps", "2"])
     assert rest == ["--steps", "2"]
     config = cli._parse(TrainConfig, rest, "icml train", default)
-    assert (config.preset, config.steps, config.model.width, config.model.num_experts) == ("tiny-dense", 2, 24, 0)
+    assert (config.preset, config.steps, config.model.width, config.model.num_experts) == (
+        "tiny-dense",
+        2,
+        24,
+        0,
+    )
 
 
 def test_every_field_is_a_documented_flag(capsys):
@@ -109,7 +114,10 @@ BAD = {
     "preset": (["train", "--preset", "huge"], "unknown 'huge'"),
     "config file": (["train", "--config", "/nowhere.toml"], "cannot read /nowhere.toml"),
     "heads": (["train", "--model.num-heads", "7"], "7 heads do not divide width 192"),
-    "experts": (["train", "--model.num-experts", "2", "--model.num-active-experts", "3"], "num_active_experts"),
+    "experts": (
+        ["train", "--model.num-experts", "2", "--model.num-active-experts", "3"],
+        "num_active_experts",
+    ),
     "minutes": (["train", "--minutes", "-1"], "minutes"),
     "data": (["train", "--data", "/nowhere"], "/nowhere"),
     "run": (["generate", "/nowhere"], "holds no run"),
@@ -136,13 +144,19 @@ def test_mistakes_in_files_are_one_line(text, run, tmp_path, capsys):
     (tmp_path / "binary.txt").write_bytes(b"\x00\x01\x02")
     (tmp_path / "short.txt").write_text("x = 1\n")
     (tmp_path / "taken").write_text("x")
-    tiny = [*TINY, "--steps", "1"]
+    tiny = [*TINY.split(), "--steps", "1"]
     for args, message in [
         (["train", "--config", str(tmp_path / "bad.toml")], "not valid TOML"),
         (["train", "--config", str(tmp_path / "key.toml")], "stepz: unknown key"),
         (["train", "--data", str(tmp_path / "empty.txt"), *tiny, "--run-dir", str(tmp_path / "r1")], "empty"),
-        (["train", "--data", str(tmp_path / "binary.txt"), *tiny, "--run-dir", str(tmp_path / "r2")], "binary"),
-        (["train", "--data", str(tmp_path / "short.txt"), *tiny, "--run-dir", str(tmp_path / "r3")], "longer than the corpus"),
+        (
+            ["train", "--data", str(tmp_path / "binary.txt"), *tiny, "--run-dir", str(tmp_path / "r2")],
+            "binary",
+        ),
+        (
+            ["train", "--data", str(tmp_path / "short.txt"), *tiny, "--run-dir", str(tmp_path / "r3")],
+            "longer than the corpus",
+        ),
         (["train", "--data", str(text), *tiny, "--run-dir", str(tmp_path / "taken")], "cannot write"),
         (["train", "--data", str(text), *tiny, "--run-dir", str(run)], "already holds another run"),
         (["generate", str(run), "--prompt", "x + 1\n" * 40], "leave no room"),
@@ -158,7 +172,7 @@ def test_mistakes_in_files_are_one_line(text, run, tmp_path, capsys):
 def test_a_failed_start_leaves_no_folder_behind(tmp_path):
     (tmp_path / "short.txt").write_text("x = 1\n")
     run_dir = tmp_path / "run"
-    args = ["train", "--data", str(tmp_path / "short.txt"), "--run-dir", str(run_dir), "--steps", "1", *TINY]
+    args = ["train", "--data", str(tmp_path / "short.txt"), "--run-dir", str(run_dir), "--steps", "1", *TINY.split()]
     assert cli.main(args) == 2
     assert not run_dir.exists()
 

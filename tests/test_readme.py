@@ -56,9 +56,7 @@ def test_python_runs(code):
 
 
 def test_make_targets_exist():
-    targets = set(
-        re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    )
+    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     shown = {word for words in _commands() if words[0] == "make" for word in words[1:] if "=" not in word}
     assert sorted(shown - targets) == []
 

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def _run(*command, cwd):
-    run = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout.strip()
 
@@ -59,9 +57,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     assert {name.partition("/")[0] for name in names} == {"jaxlib_icml", "kernels_pallas", info}
     assert {"jaxlib_icml/py.typed", "kernels_pallas/py.typed", f"{info}/licenses/LICENSE"} <= names
     modules = {name for name in names if name.endswith(".py")}
-    sources = {
-        p.relative_to(ROOT) for top in ("jaxlib_icml", "kernels_pallas") for p in (ROOT / top).rglob("*.py")
-    }
+    sources = {p.relative_to(ROOT) for top in ("jaxlib_icml", "kernels_pallas") for p in (ROOT / top).rglob("*.py")}
     assert modules == {path.as_posix() for path in sources}
     assert dict(entry_points["console_scripts"]) == {"icml": "jaxlib_icml.cli:main"}
     assert "Name: jaxlib-icml\n" in about
@@ -69,9 +65,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
 
 
 def test_the_installed_packages_import_from_the_wheel(python, tmp_path):
-    code = (
-        "import jaxlib_icml, kernels_pallas; print(jaxlib_icml.__file__, kernels_pallas.__file__, sep='\\n')"
-    )
+    code = "import jaxlib_icml, kernels_pallas; print(jaxlib_icml.__file__, kernels_pallas.__file__, sep='\\n')"
     for file in _run(python, "-c", code, cwd=tmp_path).splitlines():
         assert Path(file).is_relative_to(python.parents[1])
     code = "from jaxlib_icml import gradient_stabilizer, lm, moe, olion, training; print(callable(olion))"

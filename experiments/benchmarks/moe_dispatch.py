@@ -66,9 +66,7 @@ def _plain(shape: dict[str, Any]) -> tuple[Callable[..., Any], Any]:
     return apply, params
 
 
-def _times(
-    shape: dict[str, Any], experts: dict[str, tuple[str, int]], repeats: int, tick: Any
-) -> PairedTimes:
+def _times(shape: dict[str, Any], experts: dict[str, tuple[str, int]], repeats: int, tick: Any) -> PairedTimes:
     x = jax.random.normal(jax.random.key(1), (shape["tokens"], shape["width"]))
     models = {name: _layer(shape, path, count) for name, (path, count) in experts.items()}
     models["plain"] = _plain(shape)
@@ -117,9 +115,7 @@ def _targets() -> tuple[Target, ...]:
             # With 2 active of 8 the operations alone allow 4x; padding of small groups costs a share of it.
             bound = 3.0 if shape == "sheet" else 2.0
             targets += [
-                Target(
-                    f"{shape}_{suffix}_dense", f"{shape}, {text}: speed over the dense path", at_least(bound)
-                ),
+                Target(f"{shape}_{suffix}_dense", f"{shape}, {text}: speed over the dense path", at_least(bound)),
                 Target(
                     f"{shape}_{suffix}_plain",
                     f"{shape}, {text}: time over a plain block of equal active operations",
@@ -128,9 +124,7 @@ def _targets() -> tuple[Target, ...]:
                 ),
             ]
     for suffix, text in words.items():
-        targets.append(
-            Target(f"growth_{suffix}", f"{text}: time with 64 experts over 16, 4 active", at_most(1.5))
-        )
+        targets.append(Target(f"growth_{suffix}", f"{text}: time with 64 experts over 16, 4 active", at_most(1.5)))
     return tuple(targets)
 
 

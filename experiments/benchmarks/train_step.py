@@ -38,11 +38,19 @@ def make_ours() -> tuple[Callable[[], Any], Callable[[], Any]]:
     from jaxlib_icml.training.step import make_train_program
 
     config = LMConfig(
-        vocab_size=VOCAB, context_length=SEQ, width=WIDTH, num_layers=LAYERS, num_heads=HEADS, mlp_width=HIDDEN
+        vocab_size=VOCAB,
+        context_length=SEQ,
+        width=WIDTH,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        mlp_width=HIDDEN,
     )
     program = make_train_program(config, lambda rate: optax.adamw(rate, b2=0.95), make_mesh())
     tokens = _tokens()
-    batch = {"tokens": jnp.asarray(tokens[:, :-1], jnp.int32), "targets": jnp.asarray(tokens[:, 1:], jnp.int32)}
+    batch = {
+        "tokens": jnp.asarray(tokens[:, :-1], jnp.int32),
+        "targets": jnp.asarray(tokens[:, 1:], jnp.int32),
+    }
     rate = jnp.float32(LEARNING_RATE)
     step = program.step.lower(program.abstract, batch, rate).compile()
     init = program.init.lower(jax.random.key(0)).compile()
@@ -153,7 +161,12 @@ def run(context: Context) -> BenchmarkOutcome:
     return BenchmarkOutcome(
         {"speed": times.speedup("ours", over=peer), "memory": Ratio(ratio, ratio, ratio)},
         times,
-        data={"tokens_per_step": BATCH * SEQ, "peak_bytes": peaks, "peer": peer, "first_losses": first_losses},
+        data={
+            "tokens_per_step": BATCH * SEQ,
+            "peak_bytes": peaks,
+            "peer": peer,
+            "first_losses": first_losses,
+        },
         notes=(f"The peer is {peer}, the faster of the two.",),
     )
 
@@ -184,7 +197,12 @@ BENCHMARK = Benchmark(
     name="train_step",
     title="One training step of a dense decoder against PyTorch on the same CPU (float32, 8 x 256 tokens)",
     targets=(
-        Target("speed", "our tokens per second over PyTorch's, eager or compiled, whichever is faster", at_least(1.0), goal="1.3"),
+        Target(
+            "speed",
+            "our tokens per second over PyTorch's, eager or compiled, whichever is faster",
+            at_least(1.0),
+            goal="1.3",
+        ),
         Target("memory", "our peak memory over PyTorch's", at_most(1.0)),
     ),
     run=run,

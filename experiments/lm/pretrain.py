@@ -102,7 +102,11 @@ def _train(
 ) -> dict[str, Any]:
     """One run; returns its loss curve, monitor curve and final held-out bits per byte."""
     loader = make_loader(
-        task.train, eos_id=task.eos_id, seq_len=task.config.context_length, batch_size=budget.batch_size, seed=seed
+        task.train,
+        eos_id=task.eos_id,
+        seq_len=task.config.context_length,
+        batch_size=budget.batch_size,
+        seed=seed,
     )
     state = program.init(jax.random.key(seed))
     losses, curve = [], []
@@ -156,7 +160,14 @@ def run(context: Context) -> Outcome:
                 optimizer = replace(config, learning_rate=rates[name])
                 runs[name].append(
                     _train(
-                        task, programs[name], optimizer, seed, budget.steps, budget, phase.advance, budget.evaluations
+                        task,
+                        programs[name],
+                        optimizer,
+                        seed,
+                        budget.steps,
+                        budget,
+                        phase.advance,
+                        budget.evaluations,
                     )
                 )
 
@@ -166,9 +177,7 @@ def run(context: Context) -> Outcome:
         measured={
             "below_adamw": [ours - theirs for ours, theirs in pairs],
             "below_4gram": [bits - task.ngrams[4] for bits in final["OLion"]],
-            "fewer_tokens": [
-                _saved(ours, theirs) for ours, theirs in zip(runs["OLion"], runs["AdamW"], strict=True)
-            ],
+            "fewer_tokens": [_saved(ours, theirs) for ours, theirs in zip(runs["OLion"], runs["AdamW"], strict=True)],
         },
         data={
             "tokens_per_step": budget.batch_size * task.config.context_length,
@@ -209,8 +218,9 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
         left.fill_between(tokens, curves.min(0), curves.max(0), color=colours[name], alpha=0.2, lw=0)
     for order, bits in data["ngrams"].items():
         left.axhline(bits, color="0.4", lw=1, ls="--" if order == "4" else ":")
-        left.annotate(f"byte {order}-gram on all training text", (0.99, bits), xycoords=("axes fraction", "data"),
-                      ha="right", va="bottom", fontsize=8, color="0.3")  # fmt: skip
+        text = f"byte {order}-gram on all training text"
+        place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        left.annotate(text, (0.99, bits), fontsize=8, color="0.3", **place)
     left.set(xlabel="million tokens", ylabel="bits per byte, held-out files", ylim=(None, 3.4))
     left.set_title("A small mixture-of-experts model learns Python's standard library", fontsize=10)
     left.legend(frameon=False)

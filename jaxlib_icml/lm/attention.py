@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxlib_icml.lm.cache import LayerCache, append
 from jaxlib_icml.lm.config import LMConfig
-from jaxlib_icml.nn import apply_rotary, dot_general, logical_axes
+from jaxlib_icml.nn import apply_rotary, dot_general, fan_in_normal, logical_axes
 from kernels_pallas.causal_attention import causal_attention
 
 Rotary = tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]
@@ -41,7 +41,7 @@ class Attention(nnx.Module):
                 (num, head_dim),
                 use_bias=config.qkv_bias,
                 dtype=config.compute_dtype,
-                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+                kernel_init=fan_in_normal(),
                 kernel_metadata=logical_axes("embed", axis, "head_dim"),
                 bias_metadata=logical_axes(axis, "head_dim"),
                 dot_general=dot_general,
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
             axis=(-2, -1),
             use_bias=False,
             dtype=config.compute_dtype,
-            kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
+            kernel_init=fan_in_normal(),
             kernel_metadata=logical_axes("heads", "head_dim", "embed"),
             dot_general=dot_general,
             rngs=rngs,

@@ -147,7 +147,13 @@ PRESETS: dict[str, LMConfig] = {
         dtype="auto",
     ),
     "llama-60m": LMConfig(
-        vocab_size=32000, context_length=1024, width=512, num_layers=8, num_heads=8, mlp_width=1376, dtype="auto"
+        vocab_size=32000,
+        context_length=1024,
+        width=512,
+        num_layers=8,
+        num_heads=8,
+        mlp_width=1376,
+        dtype="auto",
     ),
     "qwen3-0.6b": LMConfig(
         vocab_size=151936,

@@ -128,7 +128,7 @@ def generate(
       ValueError: prompt plus new tokens exceed the context length, or sizes are not positive.
     """
     config = nnx.merge(graphdef, state).config
-    batch, seq = prompts.shape
+    seq = prompts.shape[1]
     lengths = np.asarray(prompt_lengths)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")

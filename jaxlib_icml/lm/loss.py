@@ -10,7 +10,6 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxlib_icml.lm.transformer import Transformer
 from jaxlib_icml.moe import RoutingStats
 
 Batch = dict[str, Array]
@@ -91,17 +90,17 @@ def _chunk_loss(h: Array, kernel: Array, y: Array, w: Array) -> tuple[Array, Arr
     return jnp.sum(w * (log_z - picked)), logits_bar
 
 
-def _cross_entropy_fwd(hidden: Array, kernel: Array, targets: Array, weights: Array, chunk: int):
-    def add(carry: tuple[Array, Array], part: tuple[Array, Array, Array]):
+def _cross_entropy_fwd(
+    hidden: Array, kernel: Array, targets: Array, weights: Array, chunk: int
+) -> tuple[Array, tuple[Array, ...]]:
+    def add(carry: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         total, kernel_bar = carry
         loss, logits_bar = _chunk_loss(part[0], kernel, part[1], part[2])
         logits_bar = logits_bar.astype(hidden.dtype)
         hidden_bar = lax.dot_general(
             logits_bar, kernel, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         ).astype(hidden.dtype)
-        kernel_bar += lax.dot_general(
-            part[0], logits_bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        kernel_bar += lax.dot_general(part[0], logits_bar, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return (total + loss, kernel_bar), hidden_bar
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32))
@@ -110,7 +109,9 @@ def _cross_entropy_fwd(hidden: Array, kernel: Array, targets: Array, weights: Ar
     return total, (hidden_bar, kernel_bar.astype(kernel.dtype), targets, weights)
 
 
-def _cross_entropy_bwd(chunk: int, residuals: tuple[Array, Array, Array, Array], total_bar: Array):
+def _cross_entropy_bwd(
+    chunk: int, residuals: tuple[Array, ...], total_bar: Array
+) -> tuple[Array, Array, np.ndarray, Array]:
     del chunk
     hidden_bar, kernel_bar, targets, weights = residuals
     no_gradient = np.zeros(targets.shape, jax.dtypes.float0)

@@ -185,9 +185,7 @@ class BPETokenizer:
           ValueError: too small a vocabulary, no text, or a number out of range.
         """
         if vocab_size < _NUM_BYTES + 1:
-            raise ValueError(
-                f"vocab_size must be at least {_NUM_BYTES + 1} (all bytes and eos), got {vocab_size}"
-            )
+            raise ValueError(f"vocab_size must be at least {_NUM_BYTES + 1} (all bytes and eos), got {vocab_size}")
         if min_frequency < 1:
             raise ValueError(f"min_frequency must be at least 1, got {min_frequency}")
         if max_training_bytes is not None and max_training_bytes < 1:
@@ -299,9 +297,7 @@ def _tokenizers() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError as error:
-        raise ImportError(
-            "byte-pair encoding needs the package tokenizers: pip install 'jaxlib-icml[lm]'"
-        ) from error
+        raise ImportError("byte-pair encoding needs the package tokenizers: pip install 'jaxlib-icml[lm]'") from error
     return tokenizers
 
 

@@ -1,6 +1,6 @@
 """The decoder-only transformer that the language-model methods share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxlib_icml.lm.attention import Attention, Rotary, rms_norm
 from jaxlib_icml.lm.cache import KVCache, LayerCache
 from jaxlib_icml.lm.config import LMConfig
 from jaxlib_icml.moe import RoutingStats, SparseMoE, update_expert_bias
-from jaxlib_icml.nn import contract, dot_general, logical_axes, logical_param, rotary_angles
+from jaxlib_icml.nn import FeedForward, Kernel, contract, logical_axes, rotary_angles
 
 _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -22,33 +22,6 @@ class LMOutput(NamedTuple):
     hidden: Float[Array, "batch seq width"]
     routing: RoutingStats | None
     cache: KVCache | None
-
-
-class MLP(nnx.Module):
-    """Dense feed-forward: SwiGLU, W_down (silu(W_gate x) * W_up x), or GELU."""
-
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        def linear(size_in: int, size_out: int, *axes: str) -> nnx.Linear:
-            return nnx.Linear(
-                size_in,
-                size_out,
-                use_bias=False,
-                dtype=config.compute_dtype,
-                kernel_init=nnx.initializers.variance_scaling(1.0, "fan_in", "normal"),
-                kernel_metadata=logical_axes(*axes),
-                dot_general=dot_general,
-                rngs=rngs,
-            )
-
-        width, hidden = config.width, config.resolved_mlp_width
-        self.gate = linear(width, hidden, "embed", "mlp") if config.activation == "swiglu" else None
-        self.up = linear(width, hidden, "embed", "mlp")
-        self.down = linear(hidden, width, "mlp", "embed")
-
-    def __call__(self, x: Float[Array, "batch seq width"]) -> Float[Array, "batch seq width"]:
-        hidden = self.up(x)
-        hidden = nnx.gelu(hidden) if self.gate is None else nnx.silu(self.gate(x)) * hidden
-        return self.down(hidden)
 
 
 class Block(nnx.Module):
@@ -71,7 +44,13 @@ class Block(nnx.Module):
                 rngs=rngs,
             )
         else:
-            self.mlp = MLP(config, rngs=rngs)
+            self.mlp = FeedForward(
+                config.width,
+                config.resolved_mlp_width,
+                activation=config.activation,
+                dtype=config.compute_dtype,
+                rngs=rngs,
+            )
 
     def __call__(
         self,
@@ -83,7 +62,12 @@ class Block(nnx.Module):
         prefill: bool,
     ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, RoutingStats | None]:
         attended, cache = self.attention(
-            self.attention_norm(x), rotary, segment_ids=segment_ids, cache=cache, lengths=lengths, prefill=prefill
+            self.attention_norm(x),
+            rotary,
+            segment_ids=segment_ids,
+            cache=cache,
+            lengths=lengths,
+            prefill=prefill,
         )
         x = x + attended
         if not hasattr(self, "moe"):
@@ -122,11 +106,14 @@ class Transformer(nnx.Module):
             def stacked(rngs: nnx.Rngs) -> Block:
                 return Block(config, rngs=rngs)
 
-            self.layers = stacked(rngs)
+            self.layers: Any = stacked(rngs)
         else:
             self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = rms_norm(config.width, config, rngs)
-        self.head = None if config.tie_embeddings else Head(config, rngs=rngs)
+        self.head: Kernel | None = None
+        if not config.tie_embeddings:
+            init = nnx.initializers.normal(config.init_std)
+            self.head = Kernel(init(rngs.params(), (config.width, config.vocab_size)), "embed", "vocab")
 
     def __call__(
         self,
@@ -176,8 +163,8 @@ class Transformer(nnx.Module):
         cache: KVCache | None,
         lengths: Array | None,
         prefill: bool,
-    ) -> tuple[Array, tuple[LayerCache | None, ...], RoutingStats | None]:
-        def run(graphdef: nnx.GraphDef, state: nnx.State, x: Array, layer_cache: LayerCache | None):
+    ) -> tuple[Array, tuple[Any, ...], RoutingStats | None]:
+        def run(graphdef: Any, state: nnx.State, x: Array, layer_cache: LayerCache | None) -> Any:
             block = nnx.merge(graphdef, state)
             return block(x, rotary, segment_ids, layer_cache, lengths, prefill)
 
@@ -187,7 +174,7 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             graphdef, state = nnx.split(self.layers)
 
-            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None]):
+            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None]) -> Any:
                 x, layer_cache, stats = run(graphdef, inputs[0], x, inputs[1])
                 return x, (layer_cache, stats)
 
@@ -232,14 +219,6 @@ class Transformer(nnx.Module):
         return contract(hidden, self.output_kernel()).astype(jnp.float32)
 
 
-class Head(nnx.Module):
-    """Untied output matrix (width, vocab)."""
-
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(config.init_std)
-        self.kernel = logical_param(init(rngs.params(), (config.width, config.vocab_size)), "embed", "vocab")
-
-
 def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """The pure view of a model: `(graphdef, params, rest)`.
 
@@ -252,4 +231,5 @@ def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]
     >>> model = Transformer(LMConfig(num_layers=1, width=32, num_heads=2), rngs=nnx.Rngs(0))
     >>> graphdef, params, rest = split_model(model)
     """
-    return nnx.split(model, nnx.Param, ...)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    return parts

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-__all__ = ["ExpertKernels", "activate", "blocked_experts", "dense_experts", "ragged_experts"]
+from jaxlib_icml.nn import activate
+
+__all__ = ["ExpertKernels", "blocked_experts", "dense_experts", "ragged_experts"]
 
 
 class ExpertKernels(NamedTuple):
@@ -56,13 +58,6 @@ def _group(indices: Int[Array, "tokens active"], num_experts: int) -> _Groups:
     flat = jnp.arange(indices.size, dtype=jnp.int32)
     source = jnp.zeros(indices.size, jnp.int32).at[place.reshape(-1)].set(flat, mode="drop")
     return _Groups(counts[:-1], starts[:-1], place, source)
-
-
-def activate(pre: tuple[Float[Array, "*rows hidden"], ...]) -> Float[Array, "*rows hidden"]:
-    """Hidden activation: tanh-approximated GELU of `(up,)`, or SwiGLU `silu(gate) * up` of `(gate, up)`."""
-    if len(pre) == 1:
-        return jax.nn.gelu(pre[0], approximate=True)
-    return jax.nn.silu(pre[0]) * pre[1]
 
 
 def _accumulator(dtype: Any) -> Any:
@@ -152,9 +147,7 @@ def _blocked(block: int, x: Array, kernels: ExpertKernels, weights: Array, indic
     return _blocked_forward(block, x, kernels, weights, indices, keep=False)[0]
 
 
-def _over_blocks(
-    block: int, groups: _Groups, start_expert: Any, run_block: Any, end_expert: Any, carry: Any
-) -> Any:
+def _over_blocks(block: int, groups: _Groups, start_expert: Any, run_block: Any, end_expert: Any, carry: Any) -> Any:
     """Visit the experts that have tokens in index order, and for each its blocks.
 
     `start_expert(e)` gives (context, partial); `run_block(context, at, count, carry, partial)` handles the
@@ -179,9 +172,7 @@ def _over_blocks(
     return lax.fori_loop(0, jnp.sum(groups.counts > 0), visit, carry)
 
 
-def _block_rows(
-    block: int, at: Array, count: Array, source: Array, tokens: int, active: int
-) -> tuple[Array, Array]:
+def _block_rows(block: int, at: Array, count: Array, source: Array, tokens: int, active: int) -> tuple[Array, Array]:
     """Tokens and flat assignments of one block; rows past `count` get indices out of range."""
     valid = jnp.arange(block) < count
     flat = lax.dynamic_slice(source, (at,), (block,))
@@ -211,9 +202,7 @@ def _blocked_forward(
         weight = flat_weights.at[flat].get(mode="fill", fill_value=0)
         y = y.at[token].add(weight[:, None] * output, mode="drop")
         if keep:  # rows past the group's end are rewritten by the next expert, which starts there
-            kept = tuple(
-                lax.dynamic_update_slice(buffer, p, (at, 0)) for buffer, p in zip(kept, pre, strict=True)
-            )
+            kept = tuple(lax.dynamic_update_slice(buffer, p, (at, 0)) for buffer, p in zip(kept, pre, strict=True))
         return (y, kept), partial
 
     rows_kept = tokens * active + block if keep else 0
@@ -223,9 +212,7 @@ def _blocked_forward(
     return y, kept, groups
 
 
-def _blocked_save(
-    block: int, x: Array, kernels: ExpertKernels, weights: Array, indices: Array
-) -> tuple[Array, Any]:
+def _blocked_save(block: int, x: Array, kernels: ExpertKernels, weights: Array, indices: Array) -> tuple[Array, Any]:
     y, kept, groups = _blocked_forward(block, x, kernels, weights, indices, keep=True)
     return y, (x, kernels, weights, kept, groups)
 

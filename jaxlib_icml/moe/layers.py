@@ -1,7 +1,6 @@
 """The mixture-of-experts layer that every MoE method and the language model share."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,65 +10,20 @@ from jaxtyping import Array, Bool, Float
 
 from jaxlib_icml.moe.dispatch import (
     ExpertKernels,
-    activate,
     blocked_experts,
     dense_experts,
     ragged_experts,
 )
 from jaxlib_icml.moe.routing import COMBINES, GATES, Routing, RoutingStats, route, router_logits
-from jaxlib_icml.nn import contract, logical_axes, logical_param
+from jaxlib_icml.nn import ACTIVATIONS, FeedForward, Initializer, Kernel, fan_in_normal, logical_axes
 
 __all__ = ["ExpertBias", "SparseMoE"]
 
-ACTIVATIONS = ("swiglu", "gelu")
 PATHS = ("auto", "dense", "blocked", "ragged")
-
-Initializer = Callable[..., Array]
 
 
 class ExpertBias(nnx.Variable):
     """Selection bias of the experts, (experts,). Not an `nnx.Param`: optimizers never see it."""
-
-
-class Kernel(nnx.Module):
-    """Holder of one weight array `kernel`, so that its path in the parameter tree ends in `kernel`."""
-
-    def __init__(self, value: Array, names: tuple[str | None, ...]):
-        self.kernel = logical_param(value, *names)
-
-
-class FeedForward(nnx.Module):
-    """Weights of one feed-forward block (no leading axis) or of a stack of experts (leading axis
-    `experts`)."""
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        activation: str,
-        num_experts: int | None,
-        init: Initializer,
-        param_dtype: Any,
-        rngs: nnx.Rngs,
-    ):
-        def create(shape: tuple[int, int], names: tuple[str, str]) -> Kernel:
-            key = rngs.params()
-            if num_experts is None:
-                return Kernel(init(key, shape, param_dtype), names)
-            # One draw per expert: an initializer for matrices would count the expert axis into the fan-in.
-            stack = jax.vmap(lambda k: init(k, shape, param_dtype))(jax.random.split(key, num_experts))
-            return Kernel(stack, ("expert", *names))
-
-        if activation == "swiglu":
-            self.gate = create((width, hidden), ("embed", "mlp"))
-        self.up = create((width, hidden), ("embed", "mlp"))
-        self.down = create((hidden, width), ("mlp", "embed"))
-
-    def kernels(self) -> ExpertKernels:
-        """The weight arrays in the order that `activate` expects."""
-        inputs = (self.gate, self.up) if hasattr(self, "gate") else (self.up,)
-        return ExpertKernels(tuple(matrix.kernel[...] for matrix in inputs), self.down.kernel[...])
 
 
 class SparseMoE(nnx.Module):
@@ -170,20 +124,24 @@ class SparseMoE(nnx.Module):
         self.gate, self.combine, self.path = gate, combine, path
         self.block_size, self.cosine_scale, self.dtype = block_size, cosine_scale, dtype
 
-        init = kernel_init or nnx.initializers.variance_scaling(1.0, "fan_in", "normal")
+        init = kernel_init or fan_in_normal()
         shape = (width, num_experts)
-        self.router = Kernel(init(rngs.params(), shape, param_dtype), ("embed", None))
+        self.router = Kernel(init(rngs.params(), shape, param_dtype), "embed", None)
         feed_forward = functools.partial(
-            FeedForward, width, activation=activation, init=init, param_dtype=param_dtype, rngs=rngs
+            FeedForward,
+            width,
+            activation=activation,
+            dtype=dtype,
+            init=init,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
         self.experts = feed_forward(expert_width, num_experts=num_experts)
         if shared_expert_width:
             self.shared = feed_forward(shared_expert_width, num_experts=None)
         self.expert_bias = ExpertBias(jnp.zeros(num_experts), **logical_axes(None))
 
-    def route(
-        self, x: Float[Array, "tokens features"], token_mask: Bool[Array, " tokens"] | None = None
-    ) -> Routing:
+    def route(self, x: Float[Array, "tokens features"], token_mask: Bool[Array, " tokens"] | None = None) -> Routing:
         """Choices, weights, logits and statistics for tokens, without running the experts."""
         return route(
             router_logits(x, self.router.kernel[...], gate=self.gate, cosine_scale=self.cosine_scale),
@@ -211,12 +169,10 @@ class SparseMoE(nnx.Module):
           ValueError: `x` or `token_mask` has the wrong shape.
         """
         if x.ndim == 0 or x.shape[-1] != self.width:
-            raise ValueError(
-                f"x must have width = {self.width} features in its last axis, got shape {x.shape}"
-            )
+            raise ValueError(f"x must have width = {self.width} features in its last axis, got shape {x.shape}")
         if token_mask is not None and token_mask.shape != x.shape[:-1]:
             raise ValueError(f"token_mask must have shape {x.shape[:-1]}, got {token_mask.shape}")
-        kernels = self.experts.kernels()
+        kernels = ExpertKernels(*self.experts.kernels())
         dtype = self.dtype or jnp.promote_types(x.dtype, kernels.down.dtype)
         tokens = x.reshape(-1, self.width)
         if token_mask is not None:
@@ -227,9 +183,7 @@ class SparseMoE(nnx.Module):
         tokens = tokens.astype(dtype)
         y = self._run(tokens, kernels, routing)
         if hasattr(self, "shared"):
-            shared = self.shared.kernels()
-            hidden = activate(tuple(contract(tokens, matrix.astype(dtype)) for matrix in shared.inputs))
-            y = y + contract(hidden, shared.down.astype(dtype))
+            y = y + self.shared(tokens.astype(dtype))
         return y.astype(dtype).reshape(x.shape), routing.stats
 
     def _run(self, tokens: Array, kernels: ExpertKernels, routing: Routing) -> Array:

@@ -86,7 +86,12 @@ def _matmul(x: Array, w: Array) -> Array:
 
 
 def _accumulate(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
-    out = lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=jnp.float32)
+    out = lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((), ())),
+        preferred_element_type=jnp.promote_types(a.dtype, jnp.float32),
+    )
     return out.astype(a.dtype)
 
 

@@ -31,7 +31,9 @@ def rotary_angles(
 
 
 def apply_rotary(
-    x: Float[Array, "batch seq heads head_dim"], cos: Float[Array, "*b seq half"], sin: Float[Array, "*b seq half"]
+    x: Float[Array, "batch seq heads head_dim"],
+    cos: Float[Array, "*b seq half"],
+    sin: Float[Array, "*b seq half"],
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate the pairs (x_i, x_{i+half}) of every head by the angles of its position.
 

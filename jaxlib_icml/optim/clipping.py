@@ -33,9 +33,7 @@ class ZClipState(NamedTuple):
     variance: Float[Array, ""]
 
 
-def zclip(
-    alpha: ScalarOrSchedule = 0.97, z: ScalarOrSchedule = 2.5, warmup: int = 25
-) -> optax.GradientTransformation:
+def zclip(alpha: ScalarOrSchedule = 0.97, z: ScalarOrSchedule = 2.5, warmup: int = 25) -> optax.GradientTransformation:
     """Scales gradients down when their global norm is an outlier of its own history.
 
     With mean μ and deviation σ of past norms, a norm n with z_n = (n - μ)/σ > z is reduced to μ + z² σ/z_n:

@@ -129,17 +129,13 @@ def gradient_stabilizer(
     check_range("eps", eps, lambda x: 0 < x < math.inf, "a positive number")
     check_range("winsorize", winsorize, lambda x: 1 < x < math.inf, "None or a number above 1")
     if isinstance(scope, str) and scope not in ("leaf", "global", "layer"):
-        raise ValueError(
-            f"scope must be 'leaf', 'global', 'layer', a pytree of labels or a function, got {scope!r}"
-        )
+        raise ValueError(f"scope must be 'leaf', 'global', 'layer', a pytree of labels or a function, got {scope!r}")
     if on_nonfinite not in ("zero", "skip", "raise"):
         raise ValueError(f"on_nonfinite must be 'zero', 'skip' or 'raise', got {on_nonfinite!r}")
 
     def init(params: PyTree) -> StabilizerState:
         units = NormUnits(params, scope, stacked)
-        return StabilizerState(
-            *(units.zeros(dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.int32))
-        )
+        return StabilizerState(*(units.zeros(dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32, jnp.int32)))
 
     def update(
         updates: PyTree, state: StabilizerState, params: PyTree | None = None, **extra_args: Any
@@ -173,10 +169,7 @@ def gradient_stabilizer(
             scaled = jnp.where(r > 0, scaled, jnp.zeros((), g.dtype))
             out.append(jnp.where(ok, scaled, g) if on_nonfinite == "skip" else scaled)
         new_state = StabilizerState(
-            *(
-                jax.tree.unflatten(jax.tree.structure(a), units.split(b))
-                for a, b in zip(state, new, strict=True)
-            )
+            *(jax.tree.unflatten(jax.tree.structure(a), units.split(b)) for a, b in zip(state, new, strict=True))
         )
         return jax.tree.unflatten(units.treedef, out), new_state
 

@@ -68,9 +68,7 @@ class _Axes(NamedTuple):
     cols: tuple[int, ...]
 
 
-def to_matrices(
-    x: Shaped[Array, "..."], spec: MatrixSpec
-) -> tuple[Shaped[Array, "*batch rows columns"], ...]:
+def to_matrices(x: Shaped[Array, "..."], spec: MatrixSpec) -> tuple[Shaped[Array, "*batch rows columns"], ...]:
     """Read a tensor as matrices.
 
     Args:
@@ -145,9 +143,7 @@ def _axes(spec: MatrixSpec, shape: tuple[int, ...], leaf: str = "") -> _Axes:
         groups.append(tuple(axis % ndim for axis in group))
     rows, cols = groups
     if len({*rows, *cols}) < len(rows) + len(cols):
-        raise ValueError(
-            f"row_axes and col_axes must not overlap, got {spec.row_axes!r} and {spec.col_axes!r}{where}"
-        )
+        raise ValueError(f"row_axes and col_axes must not overlap, got {spec.row_axes!r} and {spec.col_axes!r}{where}")
     if spec.per_head:
         if (len(rows) == 2) == (len(cols) == 2):
             raise ValueError(f"per_head needs exactly one group of two axes, got {rows} and {cols}{where}")
@@ -197,9 +193,7 @@ def _key_name(key: Any) -> str:
 
 def _role_names(leaf: TreeLeaf) -> tuple[str, ...]:
     """Lower-case names to match: flattened keys ("layers.0/mlp") split, linen's numbering dropped."""
-    return tuple(
-        re.sub(r"_\d+$", "", name).lower() for part in leaf.parts for name in re.split(r"[/.]", part) if name
-    )
+    return tuple(re.sub(r"_\d+$", "", name).lower() for part in leaf.parts for name in re.split(r"[/.]", part) if name)
 
 
 def default_matrix_specs(params: Any, *, per_head: bool = False, stacked: Sequence[str] = ()) -> Any:
@@ -353,9 +347,7 @@ def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...]
             spec = None
         if spec is not None:
             if not isinstance(spec, MatrixSpec):
-                raise ValueError(
-                    f"matrix_specs must hold MatrixSpec or None, got {spec!r} for leaf {leaf.path!r}"
-                )
+                raise ValueError(f"matrix_specs must hold MatrixSpec or None, got {spec!r} for leaf {leaf.path!r}")
             dtype = jnp.result_type(leaf.value)
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
@@ -395,9 +387,7 @@ def matrix_spec_table(params: Any, matrix_specs: Any = None) -> str:
         rows.append((leaf.path, str(shape), str(jnp.result_type(leaf.value)), _describe(spec, shape)))
         count[spec is not None] += math.prod(shape)
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, f"{count[True]} parameters in matrices, {count[False]} in the fallback"])
 
 

@@ -104,9 +104,7 @@ class NormUnits:
             *leaves,
         )
 
-    def _sums_of_squares(
-        self, leaves: Sequence[Array], scaled: Callable[[Array], Array]
-    ) -> Float[Array, "units"]:
+    def _sums_of_squares(self, leaves: Sequence[Array], scaled: Callable[[Array], Array]) -> Float[Array, "units"]:
         sums: list[Any] = [0.0] * len(self.names)
         for leaf, unit, flag in zip(leaves, self.unit_of, self.is_stacked, strict=True):
             parts = (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,)
@@ -144,19 +142,14 @@ def _stacked_leaves(tree: PyTree, paths: Sequence[Any], stacked: Any) -> list[bo
         # Below an index lies one layer of an unrolled model, not a stack.
         parts = [[_name((key,)) for key in path] for path in paths]
         return [
-            any(
-                part in components and not after.isdigit()
-                for part, after in zip(p, [*p[1:], ""], strict=True)
-            )
+            any(part in components and not after.isdigit() for part, after in zip(p, [*p[1:], ""], strict=True))
             for p in parts
         ]
     if callable(stacked):
         return [bool(stacked(_name(path))) for path in paths]
     flags = jax.tree.leaves(_broadcast("stacked", stacked, tree))
     if not all(isinstance(flag, (bool, np.bool_)) for flag in flags):
-        raise ValueError(
-            f"stacked must be path components, a function, or a pytree of booleans, got {stacked!r}"
-        )
+        raise ValueError(f"stacked must be path components, a function, or a pytree of booleans, got {stacked!r}")
     return [bool(flag) for flag in flags]
 
 

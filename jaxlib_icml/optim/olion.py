@@ -165,9 +165,7 @@ def olion_direction(
 
     def polar_then_sign(_: Any, x: Array) -> Array:
         q = project(x)
-        return jnp.where(
-            jnp.isfinite(q), jnp.sign(q), jnp.nan
-        )  # sign(±inf) = ±1 would hide a broken gradient
+        return jnp.where(jnp.isfinite(q), jnp.sign(q), jnp.nan)  # sign(±inf) = ±1 would hide a broken gradient
 
     repeats = as_static_integer(alternations)
     if isinstance(repeats, int):
@@ -371,9 +369,7 @@ def olion(
         _check(name, value, 0, math.inf)
     _check("clip_norm", clip_norm, 0, math.inf, closed=False)
     if fallback is not None and fallback_learning_rate is not None:
-        raise ValueError(
-            "fallback_learning_rate is for the built-in AdamW; a given fallback has its own rate"
-        )
+        raise ValueError("fallback_learning_rate is for the built-in AdamW; a given fallback has its own rate")
     direction = partial(
         scale_by_olion,
         b1,
@@ -396,9 +392,7 @@ def olion(
         decay = optax.add_decayed_weights(weight_decay, mask=_by_path(decays))
         rate = learning_rate if fallback_learning_rate is None else fallback_learning_rate
         if fallback is None:
-            adamw = optax.adamw(
-                rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, mask=_by_path(decays)
-            )
+            adamw = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, mask=_by_path(decays))
             rest = _in_float32(adamw)
         else:
             rest = fallback if clip_norm is None else _in_parameter_dtype(fallback)
@@ -447,9 +441,7 @@ def _by_path(values: Mapping[tuple[str, ...], Any]) -> Callable[[Any], Any]:
     """From a tree, of which leaves may be masked, to the tree of the values recorded for its leaves."""
 
     def lookup(tree: Any) -> Any:
-        return jax.tree.unflatten(
-            jax.tree.structure(tree), [values[leaf.parts] for leaf in tree_leaves(tree)]
-        )
+        return jax.tree.unflatten(jax.tree.structure(tree), [values[leaf.parts] for leaf in tree_leaves(tree)])
 
     return lookup
 
@@ -466,9 +458,7 @@ def _resolve_mask(
     for parts in specs:
         prefixes = [parts[:length] for length in range(len(parts) + 1) if parts[:length] in given]
         if not prefixes or not isinstance(given[prefixes[0]], bool | jnp.bool_):
-            raise ValueError(
-                f"weight_decay_mask must hold a boolean for every leaf, none for {'/'.join(parts)!r}"
-            )
+            raise ValueError(f"weight_decay_mask must hold a boolean for every leaf, none for {'/'.join(parts)!r}")
         decays[parts] = bool(given[prefixes[0]])
     return decays
 

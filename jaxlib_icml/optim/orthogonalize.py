@@ -167,7 +167,7 @@ def as_static_integer(value: Any) -> Any:
 def _as_coefficients(coeffs: Any) -> _Coefficients:
     """Triples as Python floats where they are known at trace time, else as an array."""
     if not hasattr(coeffs, "shape"):
-        rows = tuple(coeffs)
+        rows: Any = tuple(coeffs)
         rows = rows if rows and all(isinstance(row, Sequence) or jnp.ndim(row) for row in rows) else (rows,)
         if any(len(row) != 3 for row in rows):
             raise ValueError(f"coefficients must be a triple or a sequence of triples, got {coeffs!r}")

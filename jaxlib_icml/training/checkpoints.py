@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
@@ -89,9 +88,7 @@ class Checkpointer:
             "optimizer": ocp.StandardCheckpointHandler(),
             "meta": ocp.JsonCheckpointHandler(),
         }
-        self._manager = ocp.CheckpointManager(
-            epath.Path(Path(directory).resolve()), options=options, item_handlers=handlers
-        )
+        self._manager = ocp.CheckpointManager(Path(directory).resolve(), options=options, item_handlers=handlers)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -173,8 +170,6 @@ class Checkpointer:
     def _expect(self, step: int, item: str, like: Any) -> dict[str, Any]:
         """Check the saved names and shapes before any array is read."""
         saved = self._manager.item_metadata(step)[item]
-        described = {
-            name: jax.ShapeDtypeStruct(meta.shape, np.dtype(meta.dtype)) for name, meta in dict(saved).items()
-        }
+        described = {name: jax.ShapeDtypeStruct(meta.shape, np.dtype(meta.dtype)) for name, meta in dict(saved).items()}
         from_named_arrays(like, described)
         return named_arrays(like)

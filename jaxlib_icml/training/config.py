@@ -141,8 +141,10 @@ class TrainConfig:
 
 # What may change when a run is continued: how long, how fast and where, not what is learned.
 _FREE_ON_RESUME = frozenset(
-    ["run_dir", "steps", "minutes", "evaluate_every", "checkpoint_every", "keep_checkpoints", "sample_tokens", "mesh"]
-    + ["accumulation_steps", "optimizer.learning_rate"]
+    {
+        *("run_dir", "steps", "minutes", "evaluate_every", "checkpoint_every", "keep_checkpoints"),
+        *("sample_tokens", "mesh", "accumulation_steps", "optimizer.learning_rate"),
+    }
 )
 
 

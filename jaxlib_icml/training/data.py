@@ -176,9 +176,7 @@ class _EpochRows:
                 # Rows beyond the last epoch keep the shape of the final batch: an offset past the end is
                 # padding.
                 row_starts, documents, bounds = self._orders(self._num_epochs - 1)
-                parts.append(
-                    self._data._gather(np.full(len(places), self._data.num_targets), documents, bounds)
-                )
+                parts.append(self._data._gather(np.full(len(places), self._data.num_targets), documents, bounds))
                 continue
             row_starts, documents, bounds = self._orders(epoch)
             parts.append(self._data._gather(row_starts[places], documents, bounds))

@@ -115,9 +115,7 @@ def _new_run_dir(config: TrainConfig) -> Path:
 class _Run:
     """The pieces of one run, made in order."""
 
-    def __init__(
-        self, config: TrainConfig, run_dir: Path, corpus: Corpus, mesh: jax.sharding.Mesh, reporter: Reporter
-    ):
+    def __init__(self, config: TrainConfig, run_dir: Path, corpus: Corpus, mesh: jax.sharding.Mesh, reporter: Reporter):
         self.config, self.run_dir, self.corpus, self.reporter = config, run_dir, corpus, reporter
         reporter.note(f"corpus: {corpus.description}")
         self.tokenizer = self._tokenizer()
@@ -191,7 +189,10 @@ class _Run:
                     "training_seconds": elapsed,
                     "held_out_bits_per_byte": bits,
                     "ngram_bits_per_byte": ngrams,
-                    "corpus": {"description": self.corpus.description, "fingerprint": self.corpus.fingerprint},
+                    "corpus": {
+                        "description": self.corpus.description,
+                        "fingerprint": self.corpus.fingerprint,
+                    },
                     "config": dataclasses.asdict(self.config),
                 },
                 indent=2,
@@ -264,7 +265,8 @@ class _Run:
         }
 
     def _monitor_documents(self) -> tuple[list[np.ndarray], int]:
-        chosen, size = [], 0
+        chosen: list[np.ndarray] = []
+        size = 0
         for document, tokens in zip(self.corpus.held_out, self.held_out, strict=True):
             if size >= _MONITOR_BYTES:
                 break
@@ -350,6 +352,4 @@ class _StepRecorder:
         left = elapsed * (1 - fraction) / fraction if self._config.steps and fraction else 0.0
         if self._config.time_limit is not None:
             left = self._config.time_limit - elapsed
-        self._reporter.step(
-            Progress(step, fraction, values["loss"], values["grad_norm"], speed, max(left, 0.0), spike)
-        )
+        self._reporter.step(Progress(step, fraction, values["loss"], values["grad_norm"], speed, max(left, 0.0), spike))

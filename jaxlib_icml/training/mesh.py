@@ -45,7 +45,9 @@ class MeshConfig:
     def __post_init__(self) -> None:
         sizes = [getattr(self, axis) for axis in MESH_AXES]
         if any(size != -1 and size < 1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"mesh: sizes must be positive, at most one -1, got {dict(zip(MESH_AXES, sizes, strict=True))}")
+            raise ValueError(
+                f"mesh: sizes must be positive, at most one -1, got {dict(zip(MESH_AXES, sizes, strict=True))}"
+            )
 
 
 def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -261,9 +261,7 @@ def plot_loss(run_dir: str | Path, *, baselines: Mapping[str, float] | None = No
 
     heights = {"loss": 3.2, "bits": 3.0, "norm": 2.2}
     figure = Figure(figsize=(9, 0.7 + sum(heights[p] for p in panels)), layout="constrained")
-    axes = figure.subplots(
-        len(panels), 1, sharex=True, squeeze=False, height_ratios=[heights[p] for p in panels]
-    )[:, 0]
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=[heights[p] for p in panels])[:, 0]
     by_name = dict(zip(panels, axes, strict=True))
     if "loss" in by_name:
         _draw_loss(by_name["loss"], metrics.get("loss"), with_loss)
@@ -346,14 +344,10 @@ def _draw_baselines(axis: Any, baselines: Mapping[str, float]) -> None:
     if finite:
         low, high = axis.get_ylim()
         room = 0.05 * (high - low)
-        axis.set_ylim(
-            min(low, *(v - room for v in finite.values())), max(high, *(v + room for v in finite.values()))
-        )
+        axis.set_ylim(min(low, *(v - room for v in finite.values())), max(high, *(v + room for v in finite.values())))
 
 
-def _draw_norm(
-    axis: Any, norm: tuple[np.ndarray, np.ndarray], spike: tuple[np.ndarray, np.ndarray] | None
-) -> None:
+def _draw_norm(axis: Any, norm: tuple[np.ndarray, np.ndarray], spike: tuple[np.ndarray, np.ndarray] | None) -> None:
     steps, values = _finite(axis, norm)
     axis.plot(steps, values, color="tab:gray", linewidth=0.9)
     if spike is not None:

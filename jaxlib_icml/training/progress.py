@@ -81,7 +81,11 @@ class RichReporter(Reporter):
             from rich.progress import Progress as Bar
         except ImportError as error:
             raise ImportError("the progress bar needs the package rich: pip install 'jaxlib-icml[lm]'") from error
-        columns = (BarColumn(bar_width=30), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
+        columns = (
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
         self._console = Console()
         self._bar = Bar(*columns, console=self._console)
         self._task = self._bar.add_task("compiling ...", total=1.0)

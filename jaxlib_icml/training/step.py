@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxlib_icml.lm import LMConfig, LossAux, Transformer, loss_fn, split_model
+from jaxlib_icml.moe import RoutingStats
 from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated, state_shardings
 
 Batch = dict[str, Array]
@@ -57,8 +58,8 @@ class TrainProgram(NamedTuple):
     """
 
     graphdef: nnx.GraphDef
-    init: Callable[[Array], TrainState]
-    step: Callable[[TrainState, Batch, Any], tuple[TrainState, StepMetrics]]
+    init: Any
+    step: Any
     abstract: TrainState
     shardings: TrainState
 
@@ -92,12 +93,10 @@ def make_train_program(
 
     abstract = jax.eval_shape(init, jax.random.key(0))
     everywhere = replicated(mesh)
-    shardings = TrainState(
-        step=everywhere,
+    shardings: Any = jax.tree.map(lambda _: everywhere, abstract)._replace(
         params=state_shardings(abstract.params, mesh),
         rest=state_shardings(abstract.rest, mesh),
         opt_state=optimizer_shardings(abstract.opt_state, abstract.params, mesh),
-        skipped=everywhere,
     )
 
     def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
@@ -109,7 +108,7 @@ def make_train_program(
             tx = optimizer(learning_rate)
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux)
+            rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux.routing)
             return state._replace(params=params, rest=rest, opt_state=opt_state)
 
         state = jax.lax.cond(finite, apply, lambda state: state, state)
@@ -162,7 +161,7 @@ def _gradients(
     return grads, LossAux(jnp.sum(aux.nll_sum), jnp.sum(aux.weight_sum), routing)
 
 
-def _balance(graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, aux: LossAux) -> nnx.State:
+def _balance(graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, routing: RoutingStats) -> nnx.State:
     model = nnx.merge(graphdef, params, rest)
-    model.update_expert_biases(aux.routing.load)
+    model.update_expert_biases(routing.load)
     return split_model(model)[2]

@@ -51,7 +51,9 @@ def logits(tokens, p, config):
     x = p["embed"]["embedding"][tokens]
     for i in range(config.num_layers):
         layer = p["layers"][i]
-        x = x + attention(rms_norm(x, layer["attention_norm"]["scale"], config.norm_epsilon), layer["attention"], config)
+        x = x + attention(
+            rms_norm(x, layer["attention_norm"]["scale"], config.norm_epsilon), layer["attention"], config
+        )
         y = rms_norm(x, layer["mlp_norm"]["scale"], config.norm_epsilon)
         mlp = layer["mlp"]
         hidden = y @ mlp["up"]["kernel"]

@@ -37,9 +37,7 @@ def greedy_by_hand(graphdef, state, prompt, steps):
 
 def test_prompts_of_different_lengths_continue_as_if_alone(model):
     prompts = [np.array([1, 2, 3, 4, 5]), np.array([7]), np.array([9, 8])]
-    out = generate(
-        *model, *pad_prompts(prompts), jax.random.key(0), max_new_tokens=6, sampling=GREEDY
-    )
+    out = generate(*model, *pad_prompts(prompts), jax.random.key(0), max_new_tokens=6, sampling=GREEDY)
     for prompt, row in zip(prompts, out.tokens, strict=True):
         assert row.tolist() == greedy_by_hand(*model, prompt, 6)
     assert out.lengths.tolist() == [6, 6, 6]
@@ -51,7 +49,12 @@ def test_rows_end_at_their_first_stop_token(model):
     stop = int(free.tokens[0, 2])
     first = free.tokens[0].tolist().index(stop)
     out = generate(
-        *model, *pad_prompts([prompt]), jax.random.key(0), max_new_tokens=8, sampling=GREEDY, stop_tokens=(stop,)
+        *model,
+        *pad_prompts([prompt]),
+        jax.random.key(0),
+        max_new_tokens=8,
+        sampling=GREEDY,
+        stop_tokens=(stop,),
     )
     assert out.lengths.tolist() == [first + 1]
     assert out.tokens[0].tolist() == free.tokens[0, : first + 1].tolist() + [stop] * (7 - first)
@@ -60,7 +63,9 @@ def test_rows_end_at_their_first_stop_token(model):
 def test_the_key_decides_the_text(model):
     def text(seed):
         prompts = pad_prompts([np.array([1])])
-        return generate(*model, *prompts, jax.random.key(seed), max_new_tokens=12, sampling=Sampling(2.0)).tokens.tolist()
+        return generate(
+            *model, *prompts, jax.random.key(seed), max_new_tokens=12, sampling=Sampling(2.0)
+        ).tokens.tolist()
 
     assert text(0) == text(0)
     assert text(0) != text(1)
@@ -87,7 +92,10 @@ def test_sampling_follows_the_truncated_softmax():
     np.testing.assert_allclose(frequencies(Sampling(1.0, top_k=99), logits), p, atol=error)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"temperature": float("nan")}],
+)
 def test_sampling_out_of_range_is_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)

@@ -53,9 +53,9 @@ def test_bfloat16_inputs_accumulate_in_float32():
 def test_extreme_logits_stay_finite():
     hidden = jnp.full((4, 8), 1e4)
     kernel = jnp.tile(jnp.linspace(-1.0, 1.0, 13), (8, 1))
-    value, grads = jax.value_and_grad(
-        lambda h: cross_entropy_sum(h, kernel, jnp.zeros(4, jnp.int32), jnp.ones(4), 2)
-    )(hidden)
+    value, grads = jax.value_and_grad(lambda h: cross_entropy_sum(h, kernel, jnp.zeros(4, jnp.int32), jnp.ones(4), 2))(
+        hidden
+    )
     # The right class has logit -8e4, the largest 8e4.
     np.testing.assert_allclose(value, 4 * 1.6e5, rtol=1e-5)
     assert bool(jnp.all(jnp.isfinite(grads)))

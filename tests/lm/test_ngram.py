@@ -95,9 +95,7 @@ def test_documents_shorter_than_the_order():
     model = WittenBellNGram.fit([b"a", b"", b"ab"], 7)
     reference = dictionary_model([b"a", b"", b"ab"], 7)
     assert model.order == 7
-    assert model.log2_probabilities(b"ab")[1] == pytest.approx(
-        math.log2(reference(ord("b"), b"a")), rel=1e-12
-    )
+    assert model.log2_probabilities(b"ab")[1] == pytest.approx(math.log2(reference(ord("b"), b"a")), rel=1e-12)
     assert model.log2_probabilities(b"").shape == (0,)
 
 

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
-DOCUMENTS = [
-    inspect.getsource(module) for module in (inspect, json, re.Scanner, subprocess.Popen, st.integers)
-]
+DOCUMENTS = [inspect.getsource(module) for module in (inspect, json, re.Scanner, subprocess.Popen, st.integers)]
 VOCAB_SIZE = 600
 HARD = [
     "",
@@ -217,8 +215,7 @@ class TestBPE:
         )
         bpe.save(tmp_path / "this")
         this, other = (
-            hashlib.sha256((tmp_path / name / "tokenizer.json").read_bytes()).hexdigest()
-            for name in ("this", "other")
+            hashlib.sha256((tmp_path / name / "tokenizer.json").read_bytes()).hexdigest() for name in ("this", "other")
         )
         assert this == other
 

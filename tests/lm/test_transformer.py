@@ -181,9 +181,7 @@ def test_one_expert_of_one_is_the_dense_feed_forward():
     def hidden(graphdef, params, rest):
         return jax.jit(lambda p: nnx.merge(graphdef, p, rest)(tokens).hidden)(params)
 
-    np.testing.assert_allclose(
-        hidden(moe_graph, moe_params, moe_rest), hidden(graphdef, params, rest), atol=2e-5
-    )
+    np.testing.assert_allclose(hidden(moe_graph, moe_params, moe_rest), hidden(graphdef, params, rest), atol=2e-5)
 
 
 def test_bfloat16_compute_stays_close_to_float32():
@@ -245,7 +243,11 @@ def test_too_many_tokens_and_a_cache_with_segments_are_refused():
     with pytest.raises(ValueError, match="context_length"):
         model(jnp.zeros((1, 33), jnp.int32))
     with pytest.raises(ValueError, match="segment_ids"):
-        model(jnp.zeros((1, 2), jnp.int32), segment_ids=jnp.ones((1, 2), jnp.int32), cache=init_cache(SMALL, 1, 4))
+        model(
+            jnp.zeros((1, 2), jnp.int32),
+            segment_ids=jnp.ones((1, 2), jnp.int32),
+            cache=init_cache(SMALL, 1, 4),
+        )
     with pytest.raises(ValueError, match="slots"):
         init_cache(SMALL, 1, 64)
     with pytest.raises(ValueError, match="unknown 'nope'"):

@@ -34,9 +34,7 @@ def _softmax(z):
 
 def _feed_forward(x, kernels):
     up = x @ kernels["up"]
-    hidden = (
-        x @ kernels["gate"] / (1 + np.exp(-(x @ kernels["gate"]))) * up if "gate" in kernels else _gelu(up)
-    )
+    hidden = x @ kernels["gate"] / (1 + np.exp(-(x @ kernels["gate"]))) * up if "gate" in kernels else _gelu(up)
     return hidden @ kernels["down"]
 
 
@@ -74,9 +72,7 @@ class Oracle:
                 kernels = {name: matrix["kernel"][i] for name, matrix in tree["experts"].items()}
                 out[t] += weight * _feed_forward(x, kernels)
             if "shared" in tree:
-                out[t] += _feed_forward(
-                    x, {name: matrix["kernel"] for name, matrix in tree["shared"].items()}
-                )
+                out[t] += _feed_forward(x, {name: matrix["kernel"] for name, matrix in tree["shared"].items()})
         return out
 
 
@@ -141,9 +137,7 @@ def test_choices_and_weights_of_every_gate_and_combination_equal_the_loop():
             for gate, combine in cases
         ]
 
-    tree = jax.tree.map(
-        lambda a: np.asarray(a, np.float64), {"router": {"kernel": kernel}, "expert_bias": bias}
-    )
+    tree = jax.tree.map(lambda a: np.asarray(a, np.float64), {"router": {"kernel": kernel}, "expert_bias": bias})
     for (gate, combine), routing in zip(cases, run(x, kernel, bias), strict=True):
         for t, token in enumerate(np.asarray(x, np.float64)):
             logits, probs, weights = Oracle(gate, combine, 2).route(token, tree)
@@ -242,9 +236,7 @@ def test_gradients_equal_differences_of_the_float64_loop(gate, activation):
             return xs, jax.tree.unflatten(structure, changed)
 
         expected = derivative(move)
-        np.testing.assert_allclose(
-            np.vdot(gradient, direction), expected, rtol=1e-4, atol=1e-5, err_msg=str(keys)
-        )
+        np.testing.assert_allclose(np.vdot(gradient, direction), expected, rtol=1e-4, atol=1e-5, err_msg=str(keys))
 
 
 @pytest.mark.parametrize("path", ["dense", "blocked"])
@@ -279,8 +271,7 @@ def _dispatchers():
         return y, vjp(dy)
 
     compiled = [
-        jax.jit(functools.partial(run, f))
-        for f in (functools.partial(blocked_experts, block_size=B), ragged_experts)
+        jax.jit(functools.partial(run, f)) for f in (functools.partial(blocked_experts, block_size=B), ragged_experts)
     ]
     return compiled, [np.asarray(a, np.float64) for a in (x, up, down, weights, dy)]
 
@@ -615,9 +606,7 @@ def test_bad_constructor_arguments(arguments, message):
 
 def test_bad_inputs():
     layer = _layer()
-    with pytest.raises(
-        ValueError, match=r"x must have width = 12 features in its last axis, got shape \(3, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"x must have width = 12 features in its last axis, got shape \(3, 5\)"):
         layer(jnp.ones((3, 5)))
     with pytest.raises(ValueError, match=r"token_mask must have shape \(3,\), got \(3, 12\)"):
         layer(_tokens(3), token_mask=jnp.ones((3, 12), bool))

@@ -82,9 +82,7 @@ def test_keeps_the_direction_and_sets_the_length():
         grads = jax.tree.map(lambda g, s=seed: g * 10.0 ** (s - 2), random_tree(seed))
         out, state = update(grads, state)
         history.append([norm64(g) for g in jax.tree.leaves(grads)])
-    for g, o, rho in zip(
-        *map(jax.tree.leaves, (grads, out)), rho_float64(history, eps=1e-12)[-1], strict=True
-    ):
+    for g, o, rho in zip(*map(jax.tree.leaves, (grads, out)), rho_float64(history, eps=1e-12)[-1], strict=True):
         g, o = np.asarray(g, np.float64), np.asarray(o, np.float64)
         assert np.vdot(g, o) / norm64(g) / norm64(o) == pytest.approx(1, abs=1e-6)
         assert norm64(o) == pytest.approx(rho, rel=1e-5)
@@ -157,9 +155,7 @@ def test_bound_of_the_specification(t, expected):
     assert stabilizer_bound(t=t) == pytest.approx(expected, abs=5e-4)
 
 
-@pytest.mark.parametrize(
-    ("gamma1", "gamma2"), [(0.6, 0.999), (0.9, 0.85), (0.5, 0.95), (0.95, 0.9), (0.3, 0.09)]
-)
+@pytest.mark.parametrize(("gamma1", "gamma2"), [(0.6, 0.999), (0.9, 0.85), (0.5, 0.95), (0.95, 0.9), (0.3, 0.09)])
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_bound_is_attained_and_never_exceeded(gamma1, gamma2, bias_correction):
     # The bound is the norm of a linear functional: compare with the dual vector, computed from the weights.
@@ -339,9 +335,7 @@ def test_small_and_large_leaves_in_one_tree():
 def test_dtypes(dtype):
     tx = gradient_stabilizer()
     grads = random_tree()
-    scale = {jnp.bfloat16: 1e20, jnp.float16: 1e4, jnp.float32: 1e20, jnp.complex64: 1e20 * (0.6 + 0.8j)}[
-        dtype
-    ]
+    scale = {jnp.bfloat16: 1e20, jnp.float16: 1e4, jnp.float32: 1e20, jnp.complex64: 1e20 * (0.6 + 0.8j)}[dtype]
     grads = jax.tree.map(lambda g: (g * scale).astype(dtype), grads)
     out, state = jax.jit(tx.update)(grads, tx.init(grads))
     chex.assert_trees_all_equal_dtypes(out, grads)
@@ -710,8 +704,7 @@ def test_nnx_models_train():
     assert stats["layers"]["kernel"].shape == (3,)
     # Scalars carry no sharding of the matrices they describe.
     assert not any(
-        isinstance(x, nnx.Variable)
-        for x in jax.tree.leaves(stats, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        isinstance(x, nnx.Variable) for x in jax.tree.leaves(stats, is_leaf=lambda x: isinstance(x, nnx.Variable))
     )
 
 
@@ -728,9 +721,7 @@ def test_metrics():
     metrics = stabilizer_metrics(state, 0.5, 0.9)
     rho = rho_float64(norms, 0.5, 0.9)[-1]
     assert float(metrics.rho["w"]) == pytest.approx(rho, rel=1e-5)
-    assert float(metrics.coefficient_of_variation["w"]) == pytest.approx(
-        math.sqrt(max(rho**-2 - 1, 0)), abs=1e-3
-    )
+    assert float(metrics.coefficient_of_variation["w"]) == pytest.approx(math.sqrt(max(rho**-2 - 1, 0)), abs=1e-3)
     assert int(metrics.skipped["w"]) == 1
     with pytest.raises(ValueError, match="exactly one StabilizerState, got 0"):
         stabilizer_metrics(optax.sgd(0.1).init(jnp.zeros(1)))

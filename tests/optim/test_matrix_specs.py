@@ -35,9 +35,7 @@ def blocks_of(params, **kwargs):
     leaves = jax.tree.leaves(params)
     cut = {}
     for (parts, spec), leaf in zip(specs.items(), leaves, strict=True):
-        cut["/".join(parts)] = spec and [
-            block.shape for block in jax.eval_shape(partial(to_matrices, spec=spec), leaf)
-        ]
+        cut["/".join(parts)] = spec and [block.shape for block in jax.eval_shape(partial(to_matrices, spec=spec), leaf)]
     return cut
 
 
@@ -55,9 +53,7 @@ def test_round_trip(data):
     first = data.draw(st.integers(1, len(shape) - 1))
     second = data.draw(st.integers(first + 1, len(shape)))
     negative = data.draw(st.booleans())
-    rows, cols = (
-        [axis - len(shape) * negative for axis in group] for group in (order[:first], order[first:second])
-    )
+    rows, cols = ([axis - len(shape) * negative for axis in group] for group in (order[:first], order[first:second]))
     width = int(np.prod([shape[axis] for axis in cols]))
     split = None
     if data.draw(st.booleans()):
@@ -84,9 +80,7 @@ def test_entries_land_where_the_spec_says():
 
 
 def test_fused_projection_with_unequal_blocks():
-    q, k, v = (
-        np.random.default_rng(i).standard_normal((6, n)).astype(np.float32) for i, n in enumerate((8, 2, 2))
-    )
+    q, k, v = (np.random.default_rng(i).standard_normal((6, n)).astype(np.float32) for i, n in enumerate((8, 2, 2)))
     fused = jnp.concatenate([q, k, v], axis=1)
     for block, wanted in zip(to_matrices(fused, MatrixSpec(0, 1, (8, 2, 2))), (q, k, v), strict=True):
         np.testing.assert_array_equal(block, wanted)
@@ -263,9 +257,7 @@ def test_names_alone_do_not_make_attention():
     assert blocks_of({"memory": {"key": {"kernel": shapes(3, 4, 5)}}}) == {"memory/key/kernel": [(3, 4, 5)]}
     assert blocks_of({"decoder": {"out": {"kernel": shapes(3, 4, 5)}}}) == {"decoder/out/kernel": [(3, 4, 5)]}
     siblings = {name: {"kernel": shapes(3, 4, 5)} for name in ("query", "key", "value")}
-    assert blocks_of({"mixer": {**siblings, "out": {"kernel": shapes(4, 5, 3)}}})["mixer/out/kernel"] == [
-        (20, 3)
-    ]
+    assert blocks_of({"mixer": {**siblings, "out": {"kernel": shapes(4, 5, 3)}}})["mixer/out/kernel"] == [(20, 3)]
 
 
 def test_stacked_names_the_ambiguous():

@@ -70,10 +70,7 @@ def transformer(dtype=jnp.float32, seed=0):
         "embed": {"embedding": tensor(20, 8)},
         "layers": {
             "attention": {
-                **{
-                    name: {"kernel": tensor(8, 2, 4), "bias": tensor(2, 4)}
-                    for name in ("query", "key", "value")
-                },
+                **{name: {"kernel": tensor(8, 2, 4), "bias": tensor(2, 4)} for name in ("query", "key", "value")},
                 "out": {"kernel": tensor(2, 4, 8)},
             },
             "norm": {"scale": tensor(8)},
@@ -424,9 +421,7 @@ def test_bad_leaves_are_named_at_init():
 
 def random_like(params, seed=1):
     leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten(
-        [jnp.asarray(gaussian(x.shape, seed + i), x.dtype) for i, x in enumerate(leaves)]
-    )
+    return treedef.unflatten([jnp.asarray(gaussian(x.shape, seed + i), x.dtype) for i, x in enumerate(leaves)])
 
 
 @pytest.mark.parametrize("rate", [0.02, optax.linear_schedule(0.01, 0.05, 4)])
@@ -504,9 +499,7 @@ def test_weight_decay_masks():
     assert decayed() == {path for path in paths if path.endswith(("kernel", "embedding"))}
     everything = jax.tree.map(lambda _: True, params)
     assert decayed(weight_decay_mask=everything) == paths
-    assert decayed(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim == 1, p)) == {
-        "layers/norm/scale"
-    }
+    assert decayed(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim == 1, p)) == {"layers/norm/scale"}
     prefix = {"embed": True, "layers": False, "head": {"kernel": True}}
     assert decayed(weight_decay_mask=prefix) == {"embed/embedding", "head/kernel"}
 
@@ -540,9 +533,7 @@ def test_clip_norm_is_a_chain_with_clipping(clip):
     params, grads = transformer(), random_like(transformer())
     # OLion itself ignores the scale of a first gradient, AdamW nearly: the second moment shows the clipping.
     ours, state = run(quick_olion(0.1, clip_norm=clip), params, grads, steps=3)
-    theirs, chained = run(
-        optax.chain(optax.clip_by_global_norm(0.7), quick_olion(0.1)), params, grads, steps=3
-    )
+    theirs, chained = run(optax.chain(optax.clip_by_global_norm(0.7), quick_olion(0.1)), params, grads, steps=3)
     chex.assert_trees_all_close(ours, theirs, atol=1e-6)
     nu, wanted = (optax.tree.get(s, "nu")["head"]["kernel"] for s in (state, chained))
     np.testing.assert_allclose(nu, wanted, rtol=1e-5)

@@ -50,9 +50,7 @@ def test_definitions(shape):
     exact = diagnose({"w": jnp.asarray(g, jnp.float32)}, orthogonalizer="svd")["w"]
     assert exact["sign_agreement"] == 1
     q = np.sign(scipy.linalg.polar(g)[0])
-    np.testing.assert_allclose(
-        exact["sign_spectral_norm"], np.linalg.norm(q, 2) / np.sqrt(max(shape)), rtol=1e-4
-    )
+    np.testing.assert_allclose(exact["sign_spectral_norm"], np.linalg.norm(q, 2) / np.sqrt(max(shape)), rtol=1e-4)
 
 
 def test_decomposition_of_the_inner_product():
@@ -106,9 +104,7 @@ def test_random_singular_vectors_large():
 
 def test_newton_schulz_signs_agree_with_the_polar_factor_for_gaussian_matrices():
     report = diagnose(jnp.asarray(gaussian((4, 128, 128)), jnp.float32))[""]
-    assert np.all(
-        (np.asarray(report["sign_agreement"]) > 0.91) & (np.asarray(report["sign_agreement"]) < 0.96)
-    )
+    assert np.all((np.asarray(report["sign_agreement"]) > 0.91) & (np.asarray(report["sign_agreement"]) < 0.96))
 
 
 def test_hadamard_matrix_is_ideal():
@@ -122,9 +118,7 @@ def test_blocks_zeros_and_nan():
     g = gaussian((6, 12)).astype(np.float32)
     g[2] = 0
     stack = jnp.stack([jnp.asarray(g), jnp.zeros((6, 12)), jnp.full((6, 12), jnp.nan)])
-    report = olion_diagnostics(
-        {"w": stack, "bias": jnp.ones(3)}, {"w": MatrixSpec(1, 2, (8, 4)), "bias": None}
-    )
+    report = olion_diagnostics({"w": stack, "bias": jnp.ones(3)}, {"w": MatrixSpec(1, 2, (8, 4)), "bias": None})
     assert set(report) == {"w[0]", "w[1]"}
     for values in report.values():
         np.testing.assert_allclose(values["zero_share"][:2], [1 / 6, 1], rtol=1e-6)

@@ -143,9 +143,7 @@ def test_half_precision_neither_overflows_nor_loses_the_factor(dtype, method):
     g = (g * (5e4 / jnp.abs(g).max())).astype(dtype)
     q = jit_orthogonalize(g, method, dtype=dtype)
     assert q.dtype == dtype
-    coeffs, margin = (
-        (POLAR_EXPRESS_COEFFS, 1.01) if method == "polar_express" else ([NEWTON_SCHULZ_COEFFS], 1.0)
-    )
+    coeffs, margin = (POLAR_EXPRESS_COEFFS, 1.01) if method == "polar_express" else ([NEWTON_SCHULZ_COEFFS], 1.0)
     wanted = np.asarray(g, np.float64)
     if method == "svd":
         u, _, vt = np.linalg.svd(wanted, full_matrices=False)
@@ -220,10 +218,7 @@ def test_empty(shape):
 def test_default_dtype_is_wide_on_cpu():
     g = jnp.asarray(gaussian((32, 32)))
     np.testing.assert_array_equal(jit_orthogonalize(g, "ns"), jit_orthogonalize(g, "ns", dtype=jnp.float32))
-    assert (
-        float(jnp.abs(jit_orthogonalize(g, "ns") - jit_orthogonalize(g, "ns", dtype=jnp.bfloat16)).max())
-        > 1e-4
-    )
+    assert float(jnp.abs(jit_orthogonalize(g, "ns") - jit_orthogonalize(g, "ns", dtype=jnp.bfloat16)).max()) > 1e-4
 
 
 def test_gradient_flows():

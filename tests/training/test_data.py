@@ -105,14 +105,10 @@ class TestPacking:
 
     @settings(max_examples=60, deadline=None)
     @given(corpora, lengths, st.integers(1, 4), st.integers(0, 2**40))
-    def test_a_shuffled_epoch_has_every_target_once_after_its_own_document(
-        self, documents, seq_len, batch_size, seed
-    ):
+    def test_a_shuffled_epoch_has_every_target_once_after_its_own_document(self, documents, seq_len, batch_size, seed):
         seq_len = min(seq_len, len(expected_targets(documents)))
         batch = stack(
-            make_loader(
-                documents, eos_id=EOS, seq_len=seq_len, batch_size=batch_size, seed=seed, num_epochs=1
-            )
+            make_loader(documents, eos_id=EOS, seq_len=seq_len, batch_size=batch_size, seed=seed, num_epochs=1)
         )
         follows = {}  # what comes before a token; before an eos comes the last token of some document
         for document in documents:
@@ -303,9 +299,7 @@ class TestBadInput:
     )
     def test_arguments(self, options, message):
         with pytest.raises(ValueError, match=message) as caught:
-            make_loader(
-                [np.arange(10)], **{"eos_id": EOS, "seq_len": 4, "batch_size": 2, "seed": 0, **options}
-            )
+            make_loader([np.arange(10)], **{"eos_id": EOS, "seq_len": 4, "batch_size": 2, "seed": 0, **options})
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize(

@@ -21,7 +21,9 @@ from jaxlib_icml.training.metrics import read_metrics
 from jaxlib_icml.training.progress import PlainReporter, Progress, RichReporter
 from jaxlib_icml.training.runs import RunFolder, load_run, read_config, write_text
 
-MODEL = LMConfig(context_length=16, width=16, num_layers=1, num_heads=2, num_experts=2, num_active_experts=1, mlp_width=16)
+MODEL = LMConfig(
+    context_length=16, width=16, num_layers=1, num_heads=2, num_experts=2, num_active_experts=1, mlp_width=16
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,15 @@ def finished(text, tmp_path_factory):
 
 def test_a_finished_run_has_everything(finished, text):
     names = {p.name for p in finished.run_dir.iterdir()}
-    assert {"config.json", "tokenizer", "checkpoints", "metrics.jsonl", "loss.png", "samples.txt", "result.json"} <= names
+    assert {
+        "config.json",
+        "tokenizer",
+        "checkpoints",
+        "metrics.jsonl",
+        "loss.png",
+        "samples.txt",
+        "result.json",
+    } <= names
     assert finished.run_dir.joinpath("loss.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads(finished.run_dir.joinpath("result.json").read_text())
     assert result["steps"] == 6

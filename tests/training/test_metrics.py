@@ -80,9 +80,7 @@ def test_a_line_cut_anywhere_is_dropped_on_reading_and_on_reopening(tmp_path):
         strict_lines(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("resume_step", "kept"), [(None, [0, 1, 2, 3]), (5, [0, 1, 2, 3]), (2, [0, 1, 2]), (-1, [])]
-)
+@pytest.mark.parametrize(("resume_step", "kept"), [(None, [0, 1, 2, 3]), (5, [0, 1, 2, 3]), (2, [0, 1, 2]), (-1, [])])
 def test_resuming_drops_later_records(tmp_path, resume_step, kept):
     write_run(tmp_path, [(step, {"loss": step}) for step in range(4)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -94,9 +92,7 @@ def test_resuming_drops_later_records(tmp_path, resume_step, kept):
 
 
 def test_damage_before_the_last_line_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 1}\n{"step": 2, "lo\n{"step": 3, "loss": 1}\n'
-    )
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo\n{"step": 3, "loss": 1}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("[1]\n")

@@ -23,15 +23,15 @@ def one_device():
     return make_mesh(devices=jax.devices()[:1])
 
 
+ALONE = MeshConfig(data=1)
+
+
 @functools.cache
-def program(config=DENSE, accumulation_steps=1, optimizer="sgd", mesh=MeshConfig(data=1)):
+def program(config=DENSE, accumulation_steps=1, optimizer="sgd", mesh=ALONE):
     factory = optax.sgd if optimizer == "sgd" else make_optimizer(OptimizerConfig(name=optimizer))
-    devices = jax.devices()[: batch_shards_of(mesh)]
-    return make_train_program(config, factory, make_mesh(mesh, devices), accumulation_steps=accumulation_steps)
-
-
-def batch_shards_of(mesh):
-    return mesh.data * mesh.fsdp * mesh.tensor * mesh.expert
+    count = mesh.data * mesh.fsdp * mesh.tensor * mesh.expert
+    devices = make_mesh(mesh, jax.devices()[:count])
+    return make_train_program(config, factory, devices, accumulation_steps=accumulation_steps)
 
 
 def make_batch(rows=4, seed=0, weights=True):
@@ -40,7 +40,8 @@ def make_batch(rows=4, seed=0, weights=True):
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segment_ids": jnp.ones_like(tokens)}
     if weights:
         # Uneven over rows, so that averaging micro-batch means would be wrong.
-        batch["weights"] = (jax.random.uniform(keys[1], tokens.shape) < jnp.arange(rows)[:, None] / rows).astype(float)
+        share = jnp.arange(rows)[:, None] / rows
+        batch["weights"] = (jax.random.uniform(keys[1], tokens.shape) < share).astype(float)
     return batch
 
 
@@ -53,9 +54,7 @@ def test_one_step_is_gradient_descent_on_the_mean_loss_however_it_is_cut(steps):
     prog = program(accumulation_steps=steps)
     state = prog.init(jax.random.key(0))
     batch = make_batch()
-    grads = jax.jit(
-        jax.grad(lambda p: loss_fn(prog.graphdef, nnx.merge_state(p, state.rest), batch)[0])
-    )(state.params)
+    grads = jax.jit(jax.grad(lambda p: loss_fn(prog.graphdef, nnx.merge_state(p, state.rest), batch)[0]))(state.params)
     expected = jax.tree.map(lambda p, g: p - 0.5 * g, params_of(state), nnx.to_pure_dict(grads))
     norm = float(optax.tree.norm(grads))
     after, metrics = prog.step(state, batch, 0.5)
