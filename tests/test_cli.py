@@ -113,7 +113,7 @@ BAD = {
     "value": (["train", "--steps", "many"], "--steps"),
     "preset": (["train", "--preset", "huge"], "unknown 'huge'"),
     "config file": (["train", "--config", "/nowhere.toml"], "cannot read /nowhere.toml"),
-    "heads": (["train", "--model.num-heads", "7"], "7 heads do not divide width 192"),
+    "heads": (["train", "--model.num-heads", "7"], "7 heads do not divide width 128"),
     "experts": (
         ["train", "--model.num-experts", "2", "--model.num-active-experts", "3"],
         "num_active_experts",

@@ -134,8 +134,8 @@ class LMConfig:
 
 
 PRESETS: dict[str, LMConfig] = {
-    "tiny-moe": LMConfig(width=192, num_layers=4, num_heads=6, num_experts=8, qk_norm=True, expert_width=256),
-    "tiny-dense": LMConfig(width=192, num_layers=4, num_heads=6, qk_norm=True),
+    "tiny-moe": LMConfig(width=128, num_layers=4, num_heads=4, num_experts=8, qk_norm=True, expert_width=192),
+    "tiny-dense": LMConfig(width=128, num_layers=4, num_heads=4, qk_norm=True),
     "gpt2-small": LMConfig(
         vocab_size=50257,
         context_length=1024,

@@ -110,7 +110,6 @@ class Transformer(nnx.Module):
         else:
             self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = rms_norm(config.width, config, rngs)
-        self.head: Kernel | None = None
         if not config.tie_embeddings:
             init = nnx.initializers.normal(config.init_std)
             self.head = Kernel(init(rngs.params(), (config.width, config.vocab_size)), "embed", "vocab")
@@ -211,7 +210,7 @@ class Transformer(nnx.Module):
 
     def output_kernel(self) -> Float[Array, "width vocab"]:
         """The (width, vocab) output matrix in the compute dtype: the head's, or the tied embedding's transpose."""
-        kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+        kernel = self.embed.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
         return kernel.astype(self.config.compute_dtype)
 
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocab"]:

@@ -24,7 +24,7 @@ class OptimizerConfig:
 
     name: Literal["olion", "adamw"] = "olion"
     """olion: matrices by OLion, the rest by AdamW. adamw: everything by AdamW(0.9, 0.95)."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-2
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices, embeddings and head."""
@@ -88,7 +88,7 @@ class TrainConfig:
     """Number of steps (reproducible bit for bit); None: --minutes decides."""
     minutes: float | None = None
     """Minutes of training, compilation included; None: 5, unless --steps is given."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences per step, over all devices and micro-batches."""
     accumulation_steps: int = 1
     """Micro-batches per step."""

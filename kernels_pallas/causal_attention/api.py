@@ -57,9 +57,7 @@ def causal_attention(
     return attend(query, key, value, segment_ids, scale)
 
 
-def _validate(
-    query: Array, key: Array, value: Array, segment_ids: Array | None, scale: float | None
-) -> float:
+def _validate(query: Array, key: Array, value: Array, segment_ids: Array | None, scale: float | None) -> float:
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
     if query.ndim != 4 or 0 in query.shape:
         raise ValueError(f"query must be a non-empty (batch, seq, heads, dim) array, got shape {query.shape}")
@@ -92,9 +90,7 @@ def _vendor_attention(query, key, value, segment_ids, scale):
     mask = None
     if segment_ids is not None:
         mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    attend = functools.partial(
-        jax.nn.dot_product_attention, query, key, value, mask=mask, scale=scale, is_causal=True
-    )
+    attend = functools.partial(jax.nn.dot_product_attention, query, key, value, mask=mask, scale=scale, is_causal=True)
     return attend(implementation="cudnn" if _cudnn_supports(query) else "xla")
 
 

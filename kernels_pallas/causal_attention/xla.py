@@ -2,7 +2,7 @@
 
 What shapes this file, measured on CPU against `jax.nn.dot_product_attention`:
 
-- A loop over (batch, key head) of two-dimensional products is about twice as fast as one batched product: the
+- A loop over (batch, key head) of two-dimensional products is 1.6 to 2 times as fast as one batched product: the
   scores of a block stay in the second-level cache instead of being fresh memory. XLA:CPU hands `a @ b` and
   `a @ bᵀ` to its threaded matrix library but not `aᵀ @ b`; hence the transposed scores of the backward pass,
   where dk and dv are plain products and dq only needs kᵀ.
@@ -241,9 +241,7 @@ def _backward_pass(scale, query, key, value, segment_ids, out, lse, grad_out):
         q, o, do = (_head(x, b, g, group).reshape(seq * group, dim) for x in (query, out, grad_out))
         k, v = (_head(x, b, g)[:, 0] for x in (key, value))
         delta = (o * do).sum(axis=1)
-        dq_t, dk, dv = _backward_head(
-            scale * q, k, v, jax.tree.map(lambda ids: ids[b], segments), lse[b, g], delta, do
-        )
+        dq_t, dk, dv = _backward_head(scale * q, k, v, jax.tree.map(lambda ids: ids[b], segments), lse[b, g], delta, do)
         dq = (scale * dq_t.T).reshape(seq, group, dim)
         grads = (dq, dk[:, None], dv[:, None])
         return tuple(_set_head(x, b, g, grad) for x, grad in zip(buffers, grads, strict=True))

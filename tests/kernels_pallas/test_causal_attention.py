@@ -109,9 +109,7 @@ def test_any_segments(ids, seed):
     shape = (1, 150, 2, 1, 32)
     segment_ids = jnp.asarray([ids], jnp.int32)
     inputs = make_inputs(shape, seed)
-    assert_matches(
-        value_and_grads(*inputs, segment_ids, implementation="xla"), formulas(*inputs, segment_ids)
-    )
+    assert_matches(value_and_grads(*inputs, segment_ids, implementation="xla"), formulas(*inputs, segment_ids))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -171,9 +169,7 @@ def test_ignored_padding_gets_no_gradient():
 
 
 def test_vmap_equals_a_loop():
-    stacked = [
-        jnp.stack(xs) for xs in zip(*(make_inputs((2, 30, 4, 2, 16), i) for i in range(3)), strict=True)
-    ]
+    stacked = [jnp.stack(xs) for xs in zip(*(make_inputs((2, 30, 4, 2, 16), i) for i in range(3)), strict=True)]
     q, k, v, g = stacked
     segment_ids = random_segments((2, 30))
     one = functools.partial(value_and_grads, implementation="xla")

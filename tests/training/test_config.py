@@ -48,10 +48,10 @@ def test_only_how_long_how_fast_and_where_may_change_on_resume():
     base = TrainConfig(steps=5)
     faster = updated(base, {"steps": 9, "optimizer": {"learning_rate": 1.0}, "mesh": {"data": 1}, "run_dir": "x"})
     assert differences(base, faster) == []
-    other = updated(base, {"model": {"width": 96, "num_heads": 4}, "tokenizer": {"vocab_size": 300}})
+    other = updated(base, {"model": {"width": 96, "num_heads": 2}, "tokenizer": {"vocab_size": 300}})
     assert differences(base, other) == [
-        "model.width: 192 -> 96",
-        "model.num_heads: 6 -> 4",
+        "model.width: 128 -> 96",
+        "model.num_heads: 4 -> 2",
         "tokenizer.vocab_size: 2048 -> 300",
     ]
 
