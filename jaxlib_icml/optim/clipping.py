@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from optax import adaptive_grad_clip as agc
 
 from jaxlib_icml.optim._arguments import Number, ScalarOrSchedule, check_range, scalar_at
-from jaxlib_icml.optim.norm_units import NormUnits
+from jaxlib_icml.optim._norm_units import NormUnits
 
 __all__ = ["ZClipState", "agc", "value_clip", "zclip"]
 

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxlib_icml.optim._arguments import Number, ScalarOrSchedule, check_range, concrete, scalar_at
-from jaxlib_icml.optim.norm_units import NormUnits
+from jaxlib_icml.optim._norm_units import NormUnits
 
 
 class StabilizerState(NamedTuple):
