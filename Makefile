@@ -32,13 +32,13 @@ train: $(VENV)/.lm          ## train the default model on the Python standard li
 	$(BIN)/icml train $(ARGS)
 
 test: $(VENV)/.dev          ## the quick tests
-	$(BIN)/python -m pytest -n 2 -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
 
 test-slow: $(VENV)/.dev     ## the slow tier
-	$(BIN)/python -m pytest -n 2 -q -m "slow and not aot and not gpu and not tpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "slow and not aot and not gpu and not tpu" $(ARGS)
 
 test-latest: $(LATEST)/.dev ## the quick tests on the newest Python and JAX found
-	$(LATEST)/bin/python -m pytest -n 2 -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
+	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

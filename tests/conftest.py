@@ -4,8 +4,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is most of what the tests do: machine code is not optimised, which nearly halves their time.
-_FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+)
 
 from jaxtyping import install_import_hook
 

@@ -31,6 +31,7 @@ def run(text, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 def test_train_writes_the_run_and_says_what_to_type_next(text, tmp_path, capsys):
     run_dir = tmp_path / "b"
     code = cli.main(["train", "--steps", "2", "--data", str(text), "--run-dir", str(run_dir), *TINY.split()])

@@ -219,14 +219,16 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
     for order, bits in data["ngrams"].items():
         left.axhline(bits, color="0.4", lw=1, ls="--" if order == "4" else ":")
         text = f"byte {order}-gram on all training text"
-        place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-        left.annotate(text, (0.99, bits), fontsize=8, color="0.3", **place)
+        place = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "bottom"}
+        left.annotate(text, (0.01, bits), fontsize=8, color="0.3", **place)
     left.set(xlabel="million tokens", ylabel="bits per byte, held-out files", ylim=(None, 3.4))
     left.set_title("A small mixture-of-experts model learns Python's standard library", fontsize=10)
     left.legend(frameon=False)
     for name, bits in data["tuning"].items():
         right.plot(data["grid"], bits, "o-", ms=3, color=colours[name], label=name)
     right.set(xscale="log", xlabel="peak learning rate", title="tuning runs")
+    right.set_xticks(data["grid"], [f"{rate:g}" for rate in data["grid"]])
+    right.minorticks_off()
     right.title.set_fontsize(10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -141,7 +141,7 @@ def loss_fn(
     Raises:
       ValueError: `batch` lacks tokens or targets.
 
-    >>> from jaxlib_icml.lm import LMConfig
+    >>> from jaxlib_icml.lm import LMConfig, Transformer
     >>> model = Transformer(LMConfig(num_layers=1, width=32, num_heads=2), rngs=nnx.Rngs(0))
     >>> graphdef, state = nnx.split(model)
     >>> tokens = jnp.zeros((1, 4), jnp.int32)

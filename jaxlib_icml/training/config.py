@@ -24,7 +24,7 @@ class OptimizerConfig:
 
     name: Literal["olion", "adamw"] = "olion"
     """olion: matrices by OLion, the rest by AdamW. adamw: everything by AdamW(0.9, 0.95)."""
-    learning_rate: float = 2e-2
+    learning_rate: float = 3e-2
     """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices, embeddings and head."""

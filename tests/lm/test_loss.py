@@ -85,6 +85,7 @@ def test_bad_arguments_are_named():
         cross_entropy_sum(hidden, kernel.astype(jnp.bfloat16), targets, weights)
 
 
+@pytest.mark.slow
 def test_model_loss_is_the_mean_over_weighted_targets_plus_balancing_terms():
     config = LMConfig(
         vocab_size=17, width=16, num_layers=2, num_heads=2, num_experts=4, context_length=8,

@@ -165,6 +165,7 @@ def test_documents_of_a_packed_row_do_not_see_one_another():
     np.testing.assert_allclose(packed[7:16], alone, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_one_expert_of_one_is_the_dense_feed_forward():
     dense = dataclasses.replace(SMALL, mlp_width=48)
     moe = dataclasses.replace(dense, num_experts=1, num_active_experts=1, expert_width=48)
@@ -184,6 +185,7 @@ def test_one_expert_of_one_is_the_dense_feed_forward():
     np.testing.assert_allclose(hidden(moe_graph, moe_params, moe_rest), hidden(graphdef, params, rest), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_stays_close_to_float32():
     graphdef, params, rest = make(dataclasses.replace(SMALL, num_experts=4))
     half = dataclasses.replace(SMALL, num_experts=4, dtype="bfloat16")
@@ -209,6 +211,7 @@ def test_every_parameter_names_its_axes():
             assert len(variable.get_metadata()["out_sharding"]) == len(variable.get_value().shape)
 
 
+@pytest.mark.slow
 def test_selection_biases_move_against_the_load():
     config = dataclasses.replace(SMALL, num_experts=4, num_active_experts=1, moe_balance="bias", expert_bias_rate=0.1)
     for scan in (False, True):

@@ -47,6 +47,7 @@ def test_docstrings():
 
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
+@pytest.mark.slow
 def test_round_trip(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5)))
     order = data.draw(st.permutations(range(len(shape))))

@@ -114,6 +114,7 @@ def test_hadamard_matrix_is_ideal():
     np.testing.assert_allclose(report["descent"], 16, rtol=1e-5)  # ⟨G, S⟩/‖G‖_F = 256/16
 
 
+@pytest.mark.slow
 def test_blocks_zeros_and_nan():
     g = gaussian((6, 12)).astype(np.float32)
     g[2] = 0

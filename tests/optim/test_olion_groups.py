@@ -284,6 +284,7 @@ def test_donated_buffers_and_scan():
     chex.assert_trees_all_close(scanned, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nnx_optimizer():
     class Model(nnx.Module):
         def __init__(self, rngs):

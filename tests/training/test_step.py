@@ -49,6 +49,7 @@ def params_of(state):
     return nnx.to_pure_dict(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_one_step_is_gradient_descent_on_the_mean_loss_however_it_is_cut(steps):
     prog = program(accumulation_steps=steps)
@@ -64,6 +65,7 @@ def test_one_step_is_gradient_descent_on_the_mean_loss_however_it_is_cut(steps):
     assert int(after.step) == 1
 
 
+@pytest.mark.slow
 def test_the_rate_is_an_argument_and_does_not_recompile():
     prog = program()
     state = prog.init(jax.random.key(0))
@@ -90,6 +92,7 @@ def test_non_finite_gradients_change_nothing_but_the_counters(optimizer):
     assert (int(state.skipped), float(metrics.finite)) == (1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["olion", "adamw"])
 def test_a_batch_is_learned_by_heart(optimizer):
     prog = program(MOE, optimizer=optimizer)
