@@ -21,6 +21,7 @@ def test_experiment_runs(name, tmp_path):
     assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("name", HOUSE.benchmarks())
 def test_benchmark_runs(name, tmp_path):
     try:
