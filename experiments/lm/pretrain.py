@@ -26,10 +26,10 @@ from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
 from jaxlib_icml.training.step import TrainProgram, TrainState, make_train_program
 
 TUNING_SEED = 1000
-GRID = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+GRID = (1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2, 9.6e-2)
 ARMS = {
     "OLion": OptimizerConfig(name="olion", stabilize=True),
-    # Clipping at 1 is the usual recipe, and did not hurt AdamW here.
+    # With clipping at 1, as usual for AdamW.
     "AdamW": OptimizerConfig(name="adamw", stabilize=False, clip_norm=1.0),
 }
 
@@ -191,6 +191,11 @@ def run(context: Context) -> Outcome:
         notes=(
             f"Peak learning rates chosen on the grid {', '.join(f'{rate:g}' for rate in budget.grid)} with "
             f"{budget.tuning_steps}-step runs: " + ", ".join(f"{name} {rate:g}" for name, rate in rates.items()) + ".",
+            *(
+                f"{name}'s rate is at the edge of the grid: a wider one might do better."
+                for name, rate in rates.items()
+                if rate in (budget.grid[0], budget.grid[-1])
+            ),
         ),
     )
 

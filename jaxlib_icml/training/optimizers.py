@@ -3,10 +3,9 @@
 import math
 from typing import Any
 
-import jax
 import optax
 
-from jaxlib_icml.optim import gradient_stabilizer, olion
+from jaxlib_icml.optim import default_weight_decay_mask, gradient_stabilizer, olion
 from jaxlib_icml.training.config import OptimizerConfig
 from jaxlib_icml.training.step import OptimizerFactory
 
@@ -33,28 +32,13 @@ def make_optimizer(config: OptimizerConfig) -> OptimizerFactory:
             stages.append(olion(learning_rate, weight_decay=config.weight_decay))
         else:
             stages.append(
-                optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=decay_mask)
+                optax.adamw(
+                    learning_rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=default_weight_decay_mask
+                )
             )
         return optax.chain(*stages)
 
     return factory
-
-
-def decay_mask(params: Any) -> Any:
-    """Which leaves AdamW decays: matrices and embeddings, not norm scales and biases.
-
-    Args:
-      params: parameters of a model.
-
-    Returns:
-      A tree of bools.
-    """
-    return jax.tree_util.tree_map_with_path(_decays, params)
-
-
-def _decays(path: tuple[Any, ...], leaf: Any) -> bool:
-    names = {str(getattr(entry, "key", getattr(entry, "name", ""))) for entry in path}
-    return leaf.ndim >= 2 and not names & {"scale", "bias"}
 
 
 def learning_rate_at(config: OptimizerConfig, step: int, progress: float) -> float:
