@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks.peers import import_torch
 from experiments.benchmarks.protocol import Benchmark, BenchmarkOutcome, Target
 from experiments.benchmarks.timing import PairedTimes, Ratio, paired_times
 from experiments.context import Context
@@ -57,10 +58,7 @@ def _jax_nn(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> 
 
 
 def _torch(arrays: list[jax.Array], segment_ids: jax.Array | None) -> Callable[[], Any]:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError("this benchmark compares with PyTorch: pip install 'jaxlib-icml[bench]'") from error
+    torch = import_torch()
     torch.set_num_threads(2)
     q, k, v, g = (torch.tensor(np.asarray(x)).transpose(1, 2) for x in arrays)
     for x in (q, k, v):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks.peers import import_torch
 from experiments.benchmarks.protocol import Benchmark, BenchmarkOutcome, Target
 from experiments.benchmarks.timing import Ratio, paired_times
 from experiments.context import Context
@@ -71,7 +72,7 @@ def make_ours() -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 def make_torch(compiled: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The same in PyTorch."""
-    import torch
+    torch = import_torch()
     import torch.nn.functional as F
     from torch import nn
 
