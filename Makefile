@@ -11,7 +11,9 @@ LATEST_PYTHON ?= $(shell for p in $$(compgen -c python3.) "$${PYENV_ROOT:-$$HOME
   2>/dev/null; done | sort -n | tail -1 | cut -d" " -f2)
 VENV := .venv
 LATEST := .venv-latest
+AOT := .venv-aot
 BIN := $(VENV)/bin
+comma := ,
 export JAX_PLATFORMS ?= cpu
 
 # install VENV, PYTHON, REQUIREMENT, EXTRA PIP ARGUMENTS
@@ -27,7 +29,7 @@ define install
 	@touch $@
 endef
 
-.PHONY: train test test-slow test-latest lint types bench report setup clean
+.PHONY: train test test-slow test-aot test-latest lint types bench report setup clean
 train: $(VENV)/.lm          ## train the default model on the Python standard library (about five minutes)
 	$(BIN)/icml train $(ARGS)
 
@@ -36,6 +38,10 @@ test: $(VENV)/.dev          ## the quick tests
 
 test-slow: $(VENV)/.dev     ## the slow tier
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "slow and not aot and not gpu and not tpu" $(ARGS)
+
+test-aot: $(AOT)/.dev       ## the tests that compile for TPUs and GPUs
+	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
+	  $(AOT)/bin/python -m pytest -n 2 --dist loadfile -q -m aot $(ARGS)
 
 test-latest: $(LATEST)/.dev ## the quick tests on the newest Python and JAX found
 	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
@@ -57,7 +63,7 @@ report: $(VENV)/.dev        ## regenerate experiments/RESULTS.md and the README'
 setup: $(VENV)/.dev         ## install everything the tests need, and stop
 
 clean:
-	rm -rf $(VENV) $(LATEST) build dist
+	rm -rf $(VENV) $(LATEST) $(AOT) build dist
 
 $(VENV)/.lm: pyproject.toml constraints.txt
 	$(call install,$(VENV),$(PYTHON),.[lm],-c constraints.txt)
@@ -66,5 +72,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.lm
 $(VENV)/.bench: $(VENV)/.dev
 	$(call install,$(VENV),$(PYTHON),.[bench],-c constraints.txt)
+# An environment of its own: where these compilers are installed, every start of JAX looks for chips.
+$(AOT)/.dev: pyproject.toml constraints.txt
+	$(call install,$(AOT),$(PYTHON),.[dev$(comma)aot],-c constraints.txt)
 $(LATEST)/.dev: pyproject.toml
 	$(call install,$(LATEST),$(LATEST_PYTHON),.[dev],--upgrade)
