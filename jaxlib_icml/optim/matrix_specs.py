@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Shaped
+from optax.contrib import MuonDimensionNumbers
 
 __all__ = [
     "MatrixSpec",
@@ -304,7 +305,18 @@ def default_weight_decay_mask(params: Any, matrix_specs: Any = None) -> Any:
 
 
 def _is_spec_leaf(x: Any) -> bool:
-    return x is None or isinstance(x, MatrixSpec | optax.MaskedNode)
+    return x is None or isinstance(x, MatrixSpec | MuonDimensionNumbers | optax.MaskedNode)
+
+
+def _as_matrix_spec(given: Any, leaf: str) -> MatrixSpec | None:
+    if given is None or isinstance(given, optax.MaskedNode):
+        return None
+    if isinstance(given, MatrixSpec):
+        return given
+    if isinstance(given, MuonDimensionNumbers):
+        rows, cols = (x if isinstance(x, int) else tuple(x) for x in given)
+        return MatrixSpec(rows, cols)
+    raise ValueError(f"matrix_specs must hold MatrixSpec, MuonDimensionNumbers or None, got {given!r} for {leaf!r}")
 
 
 def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...], MatrixSpec | None]:
@@ -312,8 +324,9 @@ def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...]
 
     Args:
         matrix_specs: None for `default_matrix_specs`, a callable from params to a tree of specs, or a tree
-            with the paths of `params` (an nnx state may be described by a plain dict) and a `MatrixSpec` or
-            None at every leaf.
+            with the paths of `params` (an nnx state may be described by a plain dict) and a `MatrixSpec`,
+            `optax.contrib.MuonDimensionNumbers` or None at every leaf. A spec in the place of a whole subtree
+            holds for all its leaves, so that what `optax.contrib.muon` accepts means the same here.
         params: arrays or anything with shape and dtype. `None` and `optax.MaskedNode` leaves are left out.
 
     Returns:
@@ -329,9 +342,11 @@ def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...]
         matrix_specs = matrix_specs(params)
     leaves = list(tree_leaves(params, is_leaf=_is_spec_leaf))
     specs = {leaf.parts: leaf for leaf in tree_leaves(matrix_specs, is_leaf=_is_spec_leaf)}
-    known = {leaf.parts for leaf in leaves}
+    prefixes = {leaf.parts: [leaf.parts[:n] for n in range(len(leaf.parts) + 1)] for leaf in leaves}
+    known = {prefix for chain in prefixes.values() for prefix in chain}
     superfluous = [leaf.path for parts, leaf in specs.items() if parts not in known]
-    missing = [leaf.path for leaf in leaves if leaf.parts not in specs and not _is_spec_leaf(leaf.value)]
+    where = {parts: next((prefix for prefix in chain if prefix in specs), None) for parts, chain in prefixes.items()}
+    missing = [leaf.path for leaf in leaves if where[leaf.parts] is None and not _is_spec_leaf(leaf.value)]
     if superfluous or missing:
         raise ValueError(
             "matrix_specs must have the structure of the parameters; "
@@ -342,12 +357,10 @@ def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...]
     for leaf in leaves:
         if _is_spec_leaf(leaf.value):
             continue
-        spec = specs[leaf.parts].value
-        if isinstance(spec, optax.MaskedNode):
-            spec = None
+        prefix = where[leaf.parts]
+        assert prefix is not None  # no leaf is missing
+        spec = _as_matrix_spec(specs[prefix].value, leaf.path)
         if spec is not None:
-            if not isinstance(spec, MatrixSpec):
-                raise ValueError(f"matrix_specs must hold MatrixSpec or None, got {spec!r} for leaf {leaf.path!r}")
             dtype = jnp.result_type(leaf.value)
             if not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(

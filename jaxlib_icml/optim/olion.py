@@ -91,7 +91,8 @@ def scale_by_olion(
         eps: added to ‖S‖_F.
         mu_dtype: dtype in which momentum is stored. Default: float32, or the parameter's dtype if wider.
         matrix_specs: a tree of `MatrixSpec` or None with the structure of the parameters, or a callable from
-            parameters to such a tree. Default: `default_matrix_specs`.
+            parameters to such a tree; `optax.contrib.MuonDimensionNumbers` are understood too. Default:
+            `default_matrix_specs`.
         alternations: how often to repeat polar factor and sign; more lowers the spectral norm of S slowly.
 
     Returns:
