@@ -30,6 +30,7 @@ class NormUnits:
         scope: "leaf", "global", "layer", a pytree of labels, or a function from the tree to labels; see
             `gradient_stabilizer`.
         stacked: which leaves scope "layer" splits along the leading axis; see `gradient_stabilizer`.
+        complex_leaves: whether complex leaves are allowed.
 
     Attributes:
         leaves: the leaves of the tree.
@@ -38,12 +39,12 @@ class NormUnits:
         treedef: the structure of the tree.
     """
 
-    def __init__(self, tree: PyTree, scope: Any, stacked: Any):
+    def __init__(self, tree: PyTree, scope: Any, stacked: Any, *, complex_leaves: bool = True):
         plain = _without_variables(tree)
         with_path, plain_treedef = jax.tree_util.tree_flatten_with_path(plain)
         paths = [path for path, _ in with_path]
         self.treedef = jax.tree.structure(tree)
-        self.leaves = [_check_leaf(path, leaf) for path, leaf in with_path]
+        self.leaves = [_check_leaf(path, leaf, complex_leaves) for path, leaf in with_path]
         self.is_stacked = [False] * len(paths)
         self.names: list[str] = [_name(path) for path in paths]
         self.state_treedef = plain_treedef
@@ -142,7 +143,7 @@ def _stacked_leaves(tree: PyTree, paths: Sequence[Any], stacked: Any) -> list[bo
         # Below an index lies one layer of an unrolled model, not a stack.
         parts = [[_name((key,)) for key in path] for path in paths]
         return [
-            any(part in components and not after.isdigit() for part, after in zip(p, [*p[1:], ""], strict=True))
+            any(part in components and not after.isdigit() for part, after in zip(p, [*p[1:], ""], strict=False))
             for p in parts
         ]
     if callable(stacked):
@@ -185,10 +186,11 @@ def _without_variables(tree: PyTree) -> PyTree:
     return jax.tree.map(value, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def _check_leaf(path: Any, leaf: Any) -> Any:
+def _check_leaf(path: Any, leaf: Any, complex_leaves: bool) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        raise ValueError(f"gradients must be floating point or complex, got {dtype} at {_name(path)}")
+    if not jnp.issubdtype(dtype, jnp.inexact if complex_leaves else jnp.floating):
+        allowed = "floating point or complex" if complex_leaves else "real floating point"
+        raise ValueError(f"gradients must be {allowed}, got {dtype} at {_name(path)}")
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
 
 

@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from optax import adaptive_grad_clip as agc
 
-from jaxlib_icml.optim._arguments import Number, ScalarOrSchedule, check_range, scalar_at
+from jaxlib_icml.optim._arguments import ScalarOrSchedule, check_range, scalar_at
 from jaxlib_icml.optim._norm_units import NormUnits
 
 __all__ = ["ZClipState", "agc", "value_clip", "zclip"]
@@ -105,17 +105,18 @@ def zclip(alpha: ScalarOrSchedule = 0.97, z: ScalarOrSchedule = 2.5, warmup: int
     return optax.GradientTransformation(init, update)
 
 
-def value_clip(threshold: Number = 0.1) -> optax.GradientTransformation:
+def value_clip(threshold: ScalarOrSchedule = 0.1) -> optax.GradientTransformation:
     """Clips every gradient entry to [-threshold, threshold] (`optax.clip`, with the paper's threshold).
 
     Args:
-        threshold: positive bound on entries.
+        threshold: positive bound on entries; number, schedule or traced value.
 
     Returns:
-        An `optax.GradientTransformation` without state.
+        An `optax.GradientTransformation`; its state is empty, or counts steps for a schedule
+        (`optax.ScaleByScheduleState`). NaN entries stay NaN.
 
     Raises:
-        ValueError: threshold is not positive.
+        ValueError: threshold is not positive, or a leaf is not real floating point.
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,4 +124,23 @@ def value_clip(threshold: Number = 0.1) -> optax.GradientTransformation:
         [ 0.2 -0.5]
     """
     check_range("threshold", threshold, lambda x: x > 0, "positive")
-    return optax.clip(threshold)
+    scheduled = callable(threshold)
+
+    def init(params: PyTree) -> PyTree:
+        NormUnits(params, "global", (), complex_leaves=False)  # refuses other leaves
+        return optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)) if scheduled else optax.EmptyState()
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        del params
+        bound = threshold
+        if callable(threshold):
+            bound = threshold(state.count)
+            state = optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+        def clip(g: Array) -> Array:
+            limit = jnp.asarray(bound, g.dtype)  # a float32 limit would widen half-precision gradients
+            return jnp.clip(g, -limit, limit)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(init, update)

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental import checkify
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxlib_icml.optim._arguments import Number, ScalarOrSchedule, check_range, concrete, scalar_at
@@ -61,7 +60,7 @@ def gradient_stabilizer(
     gamma1: ScalarOrSchedule = 0.6,
     gamma2: ScalarOrSchedule = 0.999,
     *,
-    eps: ArrayLike = 1e-12,
+    eps: ScalarOrSchedule = 1e-12,
     bias_correction: bool = True,
     scope: Literal["leaf", "global", "layer"] | PyTree | Callable[[PyTree], PyTree] = "leaf",
     stacked: str | Sequence[str] | PyTree | Callable[[str], bool] = "layers",
@@ -80,7 +79,7 @@ def gradient_stabilizer(
     below 1e-25 as zero.
 
     Args:
-        gamma1: decay of the mean of norms, in [0, 1). Like `gamma2` and `winsorize` it may be a schedule (a
+        gamma1: decay of the mean of norms, in [0, 1). Like `gamma2`, `eps` and `winsorize` it may be a schedule (a
             function of the unit's own step count) or a traced value (`optax.inject_hyperparams`); the bias
             correction uses the current value. Values known at construction are checked.
         gamma2: decay of the mean of squared norms, in [0, 1); gamma1² >= gamma2 warns: no uniform bound
@@ -156,7 +155,7 @@ def gradient_stabilizer(
         new = _accumulate(old, norm, use, gamma1, gamma2, winsorize, bias_correction)
         rho = jnp.where(use, _ratio(new, gamma1, gamma2, eps, bias_correction), 0)
         # Two factors: the product of rho and 1/R may underflow where g/R does not.
-        inverse_norm = 1 / (scale * jnp.maximum(norm, jnp.asarray(eps, jnp.float32)))
+        inverse_norm = 1 / (scale * jnp.maximum(norm, scalar_at(eps, old.count)))
         if on_nonfinite == "raise":
             for name, ok in zip(units.names, units.split(finite), strict=True):
                 checkify.check(jnp.all(ok), f"gradient_stabilizer: the gradient of {name} is not finite")
@@ -261,7 +260,7 @@ def stabilizer_metrics(
     gamma1: ScalarOrSchedule = 0.6,
     gamma2: ScalarOrSchedule = 0.999,
     *,
-    eps: ArrayLike = 1e-12,
+    eps: ScalarOrSchedule = 1e-12,
     bias_correction: bool = True,
 ) -> StabilizerMetrics:
     """Lengths, variability of norms and skipped steps, for logging.
@@ -334,19 +333,18 @@ def _ratio(
     state: StabilizerState,
     gamma1: ScalarOrSchedule,
     gamma2: ScalarOrSchedule,
-    eps: ArrayLike,
+    eps: ScalarOrSchedule,
     bias_correction: bool,
 ) -> Float[Array, "*units"]:
     """ρ_t = m̂_t/(√v̂_t + eps); 0 for units without a step."""
     count, mean, rms, _ = state
+    step = jnp.maximum(count - 1, 0)  # at which the schedules were read when the step was taken
     if bias_correction:
-        # Schedules were read at count - 1 when the step was taken.
-        step = jnp.maximum(count - 1, 0)
         mean = mean / _one_minus_power(_log(scalar_at(gamma1, step)), count)
         # The logarithm of the γ2 that the rounded √γ2 of `_accumulate` stands for.
         log_gamma2 = 2 * _log(jnp.sqrt(scalar_at(gamma2, step)))
         rms = rms / jnp.sqrt(_one_minus_power(log_gamma2, count))
-    return mean / (rms + jnp.asarray(eps, jnp.float32))
+    return mean / (rms + scalar_at(eps, step))
 
 
 def _one_minus_power(log_gamma: Float[Array, "*g"], t: Int[Array, "*units"]) -> Float[Array, "*units"]:

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -136,72 +135,8 @@ def test_inject_hyperparams_traces_once():
     assert norm64(out) == pytest.approx(rho, rel=1e-4)
 
 
-def test_inject_hyperparams_directly_with_a_schedule_and_a_label_function():
-    factory = optax.inject_hyperparams(gradient_stabilizer, static_args=("scope",))
-    schedule = optax.linear_schedule(0.2, 0.8, 3)
-    injected = factory(gamma1=schedule, scope=lambda tree: {"a": "x", "b": "y"})
-    own = gradient_stabilizer(gamma1=schedule, scope={"a": "x", "b": "y"})
-    s, o = injected.init(random_tree()), own.init(random_tree())
-    updates = jax.jit(injected.update), jax.jit(own.update)
-    for seed in range(4):
-        (a, s), (b, o) = updates[0](random_tree(seed), s), updates[1](random_tree(seed), o)
-        chex.assert_trees_all_close(a, b, rtol=1e-5)
-
-
-@pytest.mark.parametrize("tree", [{}, (), None, {"a": None, "b": optax.MaskedNode()}])
-@pytest.mark.parametrize("scope", ["leaf", "layer", "global", {}])
-def test_trees_without_leaves(tree, scope):
-    if scope == {} and tree != {}:
-        scope = tree
-    tx = gradient_stabilizer(scope=scope)
-    state = tx.init(tree)
-    out, new = jax.jit(tx.update)(tree, state)
-    assert jax.tree.structure(out) == jax.tree.structure(tree)
-    chex.assert_trees_all_equal(new, state)
-
-
-@pytest.mark.parametrize("scope", ["leaf", "layer", "global", {"a": "x", "b": "y"}])
-def test_masked_and_missing_leaves(scope):
-    mask = {"a": True, "b": {"c": False, "d": True}}
-    tx = optax.masked(gradient_stabilizer(scope=scope), mask)
-    grads = random_tree()
-    out, _ = jax.jit(tx.update)(grads, tx.init(grads))
-    np.testing.assert_array_equal(out["b"]["c"], grads["b"]["c"])
-    small = {"a": grads["a"], "b": {"c": None, "d": grads["b"]["d"]}}
-    inner = gradient_stabilizer(scope=scope)
-    expected, _ = jax.jit(inner.update)(small, inner.init(small))
-    chex.assert_trees_all_close((out["a"], out["b"]["d"]), (expected["a"], expected["b"]["d"]), rtol=1e-6)
-
-
-def test_multi_steps_sees_the_accumulated_gradient():
-    tx = optax.MultiSteps(optax.chain(gradient_stabilizer(), optax.sgd(1.0)), every_k_schedule=2)
-    params = jnp.zeros(2)
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    out, state = update(jnp.array([4.0, 0.0]), state, params)
-    np.testing.assert_array_equal(out, [0, 0])
-    out, state = update(jnp.array([0.0, 2.0]), state, params)
-    np.testing.assert_allclose(out, -np.array([2.0, 1.0]) / math.sqrt(5), rtol=1e-5)
-
-
-def test_apply_if_finite_and_partition():
-    tx = optax.apply_if_finite(
-        optax.partition({"s": gradient_stabilizer(), "n": optax.identity()}, {"a": "s", "b": "n"}), 3
-    )
-    grads = random_tree()
-    state = tx.init(grads)
-    update = jax.jit(tx.update)
-    out, state = update(grads, state)
-    chex.assert_trees_all_close(out["a"], grads["a"] / norm64(grads["a"]), rtol=1e-5)
-    chex.assert_trees_all_equal(out["b"], grads["b"])
-    bad = {**grads, "a": grads["a"].at[0, 0].set(jnp.nan)}
-    _, rejected = update(bad, state)
-    chex.assert_trees_all_equal(rejected.inner_state, state.inner_state)
-
-
-@pytest.mark.parametrize("scope", ["leaf", "layer", "global"])
-def test_sharded_equals_unsharded(scope):
-    tx = gradient_stabilizer(scope=scope)
+def test_a_sharded_leaf_with_tiny_gradients():
+    tx = gradient_stabilizer()
     make = lambda s: {  # noqa: E731
         "layers": np.random.default_rng(s).normal(size=(4, 6, 8)).astype(np.float32),
         "w": np.random.default_rng(s + 9).normal(size=(8, 2)).astype(np.float32) * np.float32(1e-20),
@@ -224,21 +159,6 @@ def test_vmap_over_trees():
     out, state = jax.jit(jax.vmap(tx.update))(grads, jax.vmap(tx.init)(grads))
     np.testing.assert_allclose(out, [[0.6, 0.8], [0, 0], [1, 0]], rtol=1e-5)
     np.testing.assert_array_equal(state.count, [1, 0, 1])
-
-
-@pytest.mark.parametrize("scope", ["leaf", "layer", "global", {"a": "x", "b": "y"}])
-def test_orbax_round_trip(tmp_path, scope):
-    tx = gradient_stabilizer(scope=scope)
-    grads = random_tree()
-    update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(grads))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, grads))
-    chex.assert_trees_all_equal(restored, state)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    chex.assert_trees_all_equal(update(grads, restored), update(grads, state))
 
 
 class Tower(nnx.Module):

@@ -21,7 +21,6 @@ from jaxlib_icml.optim import (
 from tests.optim.olion_helpers import (
     by_path,
     first_direction,
-    first_updates,
     gaussian,
     newton_schulz,
     polar,
@@ -279,21 +278,18 @@ def test_zero_rows_stay_zero_and_the_rest_grows(eps, orthogonalizer):
 
 
 @pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("orthogonalizer", ["auto", "svd", "identity"])
+@pytest.mark.parametrize("orthogonalizer", ["svd", "identity"])
 def test_a_broken_gradient_shows_in_its_leaf_only(broken, orthogonalizer):
     params = {name: {"kernel": jnp.ones((3, 4))} for name in ("a", "b", "head")}
     good = jax.tree.map(jnp.ones_like, params)
     bad = {**good, "b": {"kernel": good["b"]["kernel"].at[1, 2].set(broken)}}
-    tx = optax.apply_if_finite(olion(0.1, orthogonalizer=orthogonalizer, ns_steps=2), 5)
-    plain = olion(0.1, orthogonalizer=orthogonalizer, ns_steps=2)
+    plain = olion(0.1, orthogonalizer=orthogonalizer)
     update = jax.jit(plain.update)
     updates, state = update(bad, plain.init(params), params)
     assert {path for path, u in by_path(updates).items() if not jnp.isfinite(u).all()} == {"b/kernel"}
     # The state remembers: a later good gradient does not hide it.
     updates, _ = update(good, state, params)
     assert not jnp.isfinite(updates["b"]["kernel"][1, 2])
-    updates, _ = first_updates(tx, bad, params)
-    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,14 @@ def test_descent_bound_is_never_violated(kind):
             np.testing.assert_allclose(report["isotropy"], wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("shape", "draws", "tolerance"), [((256, 64), 8, 0.015), ((64, 64), 40, 0.02)])
+@pytest.mark.parametrize(
+    ("shape", "draws", "tolerance"),
+    [
+        ((256, 64), 8, 0.015),
+        ((64, 64), 40, 0.02),
+        pytest.param((512, 512), 2, 0.015, marks=pytest.mark.slow),
+    ],
+)
 def test_random_singular_vectors(shape, draws, tolerance):
     g = jnp.asarray(gaussian((draws, *shape), 11), jnp.float32)
     report = diagnose(g, orthogonalizer="svd")[""]
@@ -95,11 +102,6 @@ def test_random_singular_vectors(shape, draws, tolerance):
     for matrix in np.asarray(g):
         q1 = np.abs(scipy.linalg.polar(matrix)[0]).sum()
         assert abs(q1 / np.sqrt(rank * shape[0] * shape[1]) / np.sqrt(2 / np.pi) - 1) < tolerance
-
-
-@pytest.mark.slow
-def test_random_singular_vectors_large():
-    test_random_singular_vectors((512, 512), 2, 0.015)
 
 
 def test_newton_schulz_signs_agree_with_the_polar_factor_for_gaussian_matrices():
