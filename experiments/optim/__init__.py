@@ -1,0 +1,1 @@
+"""Optimizers and gradient transformations against their baselines."""
