@@ -61,7 +61,7 @@ class MatrixSpec(NamedTuple):
     per_head: bool = False
 
 
-class _Axes(NamedTuple):
+class TensorAxes(NamedTuple):
     """Non-negative axis numbers: batch + rows + cols is a permutation of all axes."""
 
     batch: tuple[int, ...]
@@ -87,7 +87,7 @@ def to_matrices(x: Shaped[Array, "..."], spec: MatrixSpec) -> tuple[Shaped[Array
         >>> [block.shape for block in to_matrices(jnp.zeros((6, 4, 5)), MatrixSpec(0, (1, 2), split=(5, 15)))]
         [(6, 5), (6, 15)]
     """
-    axes = _axes(spec, x.shape)
+    axes = tensor_axes(spec, x.shape)
     shape = [x.shape[i] for i in axes.batch]
     x = jnp.transpose(x, axes.batch + axes.rows + axes.cols)
     matrix = x.reshape(*shape, _size(x, len(axes.batch), len(axes.rows)), -1)
@@ -118,7 +118,7 @@ def from_matrices(
         >>> bool((from_matrices(to_matrices(x, spec), x.shape, spec) == x).all())
         True
     """
-    axes = _axes(spec, shape)
+    axes = tensor_axes(spec, shape)
     order = axes.batch + axes.rows + axes.cols
     matrix = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=-1)
     inverse = sorted(range(len(order)), key=order.__getitem__)
@@ -129,7 +129,20 @@ def _size(x: Array, start: int, length: int) -> int:
     return math.prod(x.shape[start : start + length])
 
 
-def _axes(spec: MatrixSpec, shape: tuple[int, ...], leaf: str = "") -> _Axes:
+def tensor_axes(spec: MatrixSpec, shape: tuple[int, ...], leaf: str = "") -> TensorAxes:
+    """Check a spec against a tensor.
+
+    Args:
+        spec: the spec.
+        shape: of the tensor.
+        leaf: its path, for messages.
+
+    Returns:
+        Its axes by role, with heads among the batch axes where the spec says so.
+
+    Raises:
+        ValueError: the spec does not fit the shape.
+    """
     where = f" (leaf {leaf!r} of shape {shape})" if leaf else f" (shape {shape})"
     ndim = len(shape)
     if ndim < 2:
@@ -156,7 +169,7 @@ def _axes(spec: MatrixSpec, shape: tuple[int, ...], leaf: str = "") -> _Axes:
         if sum(spec.split) != width:
             raise ValueError(f"split must sum to the {width} flattened columns, got {spec.split!r}{where}")
     batch = tuple(axis for axis in range(ndim) if axis not in rows + cols)
-    return _Axes(batch, rows, cols)
+    return TensorAxes(batch, rows, cols)
 
 
 class TreeLeaf(NamedTuple):
@@ -367,7 +380,7 @@ def resolve_matrix_specs(matrix_specs: Any, params: Any) -> dict[tuple[str, ...]
                     f"leaf {leaf.path!r} has dtype {dtype}, but matrices must be real floating point; "
                     "set its spec to None"
                 )
-            _axes(spec, jnp.shape(leaf.value), leaf.path)
+            tensor_axes(spec, jnp.shape(leaf.value), leaf.path)
         resolved[leaf.parts] = spec
     return resolved
 
@@ -407,7 +420,7 @@ def matrix_spec_table(params: Any, matrix_specs: Any = None) -> str:
 def _describe(spec: MatrixSpec | None, shape: tuple[int, ...]) -> str:
     if spec is None:
         return "fallback"
-    axes = _axes(spec, shape)
+    axes = tensor_axes(spec, shape)
     rows, columns = (math.prod(shape[i] for i in group) for group in (axes.rows, axes.cols))
     batch = "".join(f"{shape[i]} x " for i in axes.batch)
     widths = "|".join(map(str, spec.split or (columns,)))

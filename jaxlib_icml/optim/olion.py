@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int8, Int32
 
+from jaxlib_icml.optim.distribution import MatrixLayout, map_matrices, matrix_layout, resolve_shardings
 from jaxlib_icml.optim.matrix_specs import (
     MatrixSpec,
     default_weight_decay_mask,
@@ -30,9 +31,11 @@ from jaxlib_icml.optim.matrix_specs import (
     to_matrices,
     tree_leaves,
 )
-from jaxlib_icml.optim.orthogonalize import as_static_integer, check_orthogonalizer, orthogonalize
+from jaxlib_icml.optim.orthogonalize import as_static_integer, check_orthogonalizer, orthogonalize, product_dtype
 
 __all__ = ["MuonDirectionState", "ScaleByOlionState", "muon_direction", "olion", "scale_by_olion"]
+
+_NAN = -128  # in `ScaledSigns`
 
 Scalar = ArrayLike | Callable[..., Any]
 """A number, a scalar array (possibly traced), or a schedule from the step count to one."""
@@ -69,6 +72,7 @@ def scale_by_olion(
     eps: Scalar = 1e-8,
     mu_dtype: DTypeLike | None = None,
     matrix_specs: Any = None,
+    param_shardings: Any = None,
     alternations: Scalar = 1,
 ) -> optax.GradientTransformation:
     """The OLion direction of every matrix; leaves that are no matrices pass unchanged.
@@ -93,6 +97,10 @@ def scale_by_olion(
         matrix_specs: a tree of `MatrixSpec` or None with the structure of the parameters, or a callable from
             parameters to such a tree; `optax.contrib.MuonDimensionNumbers` are understood too. Default:
             `default_matrix_specs`.
+        param_shardings: a tree of `jax.sharding.NamedSharding` or None with the structure of the parameters (what
+            `jax.jit` gets as `in_shardings`), or a callable from parameters to one. Then every matrix is brought
+            together on one device, where the iteration runs without communication, and the signs travel back as
+            bytes. Default: the compiler decides, which communicates in every product of a sharded matrix.
         alternations: how often to repeat polar factor and sign; more lowers the spectral norm of S slowly.
 
     Returns:
@@ -125,33 +133,49 @@ def scale_by_olion(
         mu = at(b2, count, mu.dtype) * mu + (1 - at(b2, count, mu.dtype)) * g
         return mu, (1 - at(b1, count, mu.dtype)) * g + at(b1, count, mu.dtype) * mu
 
-    def direction(matrix: Array, count: Array) -> Array:
-        steps, repeats = at(ns_steps, count), at(alternations, count)
-        project = partial(orthogonalize, method=orthogonalizer, steps=steps, coeffs=ns_coeffs, dtype=ns_dtype)
-        return olion_direction(
-            matrix,
-            project,
-            rms_target=at(rms_target, count, matrix.dtype),
-            eps=at(eps, count, matrix.dtype),
-            alternations=repeats,
-        )
+    def project(matrix: Array, count: Array) -> ScaledSigns:
+        steps = at(ns_steps, count)
+        polar = partial(orthogonalize, method=orthogonalizer, steps=steps, coeffs=ns_coeffs, dtype=ns_dtype)
+        target, small = at(rms_target, count, matrix.dtype), at(eps, count, matrix.dtype)
+        return scaled_signs(matrix, polar, rms_target=target, eps=small, alternations=at(alternations, count))
 
-    return _scale_by_matrix_rule(mix, direction, mu_dtype, matrix_specs, ScaleByOlionState)
+    def finish(signs: ScaledSigns, count: Array) -> Array:
+        return signs.expand()
+
+    return _scale_by_matrix_rule(
+        _MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, ScaleByOlionState
+    )
 
 
-def olion_direction(
+class ScaledSigns(NamedTuple):
+    """D = γS of a batch of matrices, a byte per entry.
+
+    Attributes:
+        signs: (*batch, rows, columns) int8, S; -128 stands for NaN.
+        gamma: (*batch, 1, 1), γ.
+    """
+
+    signs: Int8[Array, "*batch rows columns"]
+    gamma: Float[Array, "*batch 1 1"]
+
+    def expand(self) -> Float[Array, "*batch rows columns"]:
+        """D, in the dtype of γ."""
+        return jnp.where(self.signs == _NAN, jnp.nan, self.signs.astype(self.gamma.dtype) * self.gamma)
+
+
+def scaled_signs(
     matrix: Float[Array, "*batch rows columns"],
-    project: Callable[..., Any],
+    polar: Callable[..., Any],
     *,
     rms_target: ArrayLike = 0.2,
     eps: ArrayLike = 1e-8,
     alternations: ArrayLike = 1,
-) -> Float[Array, "*batch rows columns"]:
+) -> ScaledSigns:
     """D = γ sign(Q): steps 3 to 5 of the method, per matrix of a batch.
 
     Args:
         matrix: the mixed gradients G.
-        project: from G to Q.
+        polar: from G to Q.
         rms_target: root mean square of the result.
         eps: added to ‖S‖_F.
         alternations: number of projections followed by a sign, an integer of at least 1.
@@ -160,17 +184,17 @@ def olion_direction(
         D, with entries in {-γ, 0, γ}; zero for a zero matrix, NaN where Q is not finite.
 
     Example:
-        >>> olion_direction(jnp.array([[3.0, -1.0]]), lambda g: g).round(3).tolist()
+        >>> scaled_signs(jnp.array([[3.0, -1.0]]), lambda g: g).expand().round(3).tolist()
         [[0.20000000298023224, -0.20000000298023224]]
     """
 
     def polar_then_sign(_: Any, x: Array) -> Array:
-        q = project(x)
+        q = polar(x)
         return jnp.where(jnp.isfinite(q), jnp.sign(q), jnp.nan)  # sign(±inf) = ±1 would hide a broken gradient
 
+    sign: Any = matrix
     repeats = as_static_integer(alternations)
     if isinstance(repeats, int):
-        sign: Any = matrix
         for i in range(repeats):
             sign = polar_then_sign(i, sign)
     else:
@@ -180,7 +204,7 @@ def olion_direction(
     nonzeros = jnp.sum(sign != 0, axis=(-2, -1), keepdims=True, dtype=jnp.int32)
     norm = jnp.sqrt(jnp.maximum(nonzeros, 1).astype(matrix.dtype)) + eps
     gamma = rms_target * (jnp.sqrt(jnp.asarray(matrix.shape[-2] * matrix.shape[-1], matrix.dtype)) / norm)
-    return (gamma * sign).astype(matrix.dtype)
+    return ScaledSigns(jnp.where(jnp.isnan(sign), _NAN, sign).astype(jnp.int8), jnp.asarray(gamma, matrix.dtype))
 
 
 def muon_direction(
@@ -194,6 +218,7 @@ def muon_direction(
     rms_target: Scalar = 0.2,
     mu_dtype: DTypeLike | None = None,
     matrix_specs: Any = None,
+    param_shardings: Any = None,
 ) -> optax.GradientTransformation:
     """Muon's direction on the engine of `scale_by_olion`: orthogonalized momentum without the sign.
 
@@ -211,6 +236,7 @@ def muon_direction(
         rms_target: root mean square of the ideal update.
         mu_dtype: as in `scale_by_olion`.
         matrix_specs: as in `scale_by_olion`.
+        param_shardings: as in `scale_by_olion`.
 
     Returns:
         An Optax transformation with state `MuonDirectionState`.
@@ -239,27 +265,45 @@ def muon_direction(
             return mu, mu / (1 - b**step)
         return mu, b * mu / (1 - b ** (step + 1)) + (1 - b) * g / (1 - b**step)
 
-    def direction(matrix: Array, count: Array) -> Array:
+    def project(matrix: Array, count: Array) -> Array:
         q = orthogonalize(matrix, orthogonalizer, at(ns_steps, count), ns_coeffs, ns_dtype)
-        return at(rms_target, count, matrix.dtype) * math.sqrt(max(matrix.shape[-2:])) * q
+        exact = orthogonalizer in ("svd", "identity")
+        return q if exact else q.astype(product_dtype(q.dtype, ns_dtype))  # loses nothing, halves what travels
 
-    return _scale_by_matrix_rule(mix, direction, mu_dtype, matrix_specs, MuonDirectionState)
+    def finish(q: Array, count: Array) -> Array:
+        wide = _wide(q.dtype)
+        return at(rms_target, count, wide) * math.sqrt(max(q.shape[-2:])) * q.astype(wide)
+
+    return _scale_by_matrix_rule(
+        _MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, MuonDirectionState
+    )
+
+
+class _MatrixRule(NamedTuple):
+    """An update that treats matrices one by one, in three parts; every part also gets the step count.
+
+    Attributes:
+        mix: entrywise, from gradient and momentum to the new momentum and the matrix to project.
+        project: of whole matrices, to a tree of small arrays (see `map_matrices`): what has to travel.
+        finish: entrywise, from these to the update.
+    """
+
+    mix: Callable[[Array, Array, Array], tuple[Array, Array]]
+    project: Callable[[Array, Array], Any]
+    finish: Callable[[Any, Array], Array]
 
 
 def _scale_by_matrix_rule(
-    mix: Callable[[Array, Array, Array], tuple[Array, Array]],
-    direction: Callable[[Array, Array], Array],
-    mu_dtype: DTypeLike | None,
-    matrix_specs: Any,
-    make_state: type,
+    rule: _MatrixRule, mu_dtype: DTypeLike | None, matrix_specs: Any, param_shardings: Any, make_state: type
 ) -> optax.GradientTransformation:
     """Momentum, then a function of each matrix.
 
-    Leaf by leaf: stacking leaves of equal shape into one batched product is slower on CPUs.
+    Leaf by leaf where leaves are whole: stacking leaves of equal shape is slower on CPUs.
     """
 
     def init(params: Any) -> Any:
         specs = resolve_matrix_specs(matrix_specs, params)
+        resolve_shardings(param_shardings, params)
         mu = [
             optax.MaskedNode()
             if specs[leaf.parts] is None
@@ -271,19 +315,33 @@ def _scale_by_matrix_rule(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         treedef: Any = jax.tree.structure(updates)
         specs = resolve_matrix_specs(matrix_specs, updates if params is None else params)
+        shardings = resolve_shardings(param_shardings, updates if params is None else params)
         leaves = list(tree_leaves(updates))
         targets = [leaf.value for leaf in leaves] if params is None else treedef.flatten_up_to(params)
-        directions, moments = [], []
-        for leaf, mu, target in zip(leaves, treedef.flatten_up_to(state.mu), targets, strict=True):
-            g, spec = leaf.value, specs[leaf.parts]
-            if spec is not None:
-                wide = _wide(mu.dtype)
-                new_mu, mixed = mix(g.astype(wide), mu.astype(wide), state.count)
-                blocks = [direction(block, state.count) for block in to_matrices(mixed.astype(wide), spec)]
-                g = from_matrices(blocks, g.shape, spec).astype(target.dtype)
-                mu = new_mu.astype(mu.dtype)
-            directions.append(g)
-            moments.append(mu)
+        moments = treedef.flatten_up_to(state.mu)
+        directions = [leaf.value for leaf in leaves]
+
+        arrays: list[Array] = []
+        layouts: list[MatrixLayout | None] = []
+        blocks_of: dict[int, range] = {}
+        for i, leaf in enumerate(leaves):
+            if (spec := specs[leaf.parts]) is None:
+                continue
+            mu, wide = moments[i], _wide(moments[i].dtype)
+            new_mu, mixed = rule.mix(leaf.value.astype(wide), mu.astype(wide), state.count)
+            moments[i] = new_mu.astype(mu.dtype)
+            blocks = to_matrices(mixed.astype(wide), spec)
+            blocks_of[i] = range(len(arrays), len(arrays) + len(blocks))
+            arrays += blocks
+            shape, sharding = leaf.value.shape, shardings[leaf.parts]
+            layouts += [matrix_layout(sharding, shape, spec, block.shape) for block in blocks]
+
+        projected = map_matrices(lambda matrix: rule.project(matrix, state.count), arrays, layouts)
+        for i, numbers in blocks_of.items():
+            finished = [rule.finish(projected[j], state.count) for j in numbers]
+            spec = specs[leaves[i].parts]
+            assert spec is not None
+            directions[i] = from_matrices(finished, directions[i].shape, spec).astype(targets[i].dtype)
         count = optax.safe_increment(state.count)
         return treedef.unflatten(directions), make_state(count, treedef.unflatten(moments))
 
@@ -303,6 +361,7 @@ def olion(
     eps: Scalar = 1e-8,
     mu_dtype: DTypeLike | None = None,
     matrix_specs: Any = None,
+    param_shardings: Any = None,
     alternations: Scalar = 1,
     weight_decay: Scalar = 0.1,
     weight_decay_mask: Any = None,
@@ -335,6 +394,7 @@ def olion(
         mu_dtype: as in `scale_by_olion`; matrices only.
         matrix_specs: as in `scale_by_olion`; a leaf with None goes to the fallback. `matrix_spec_table`
             prints the outcome.
+        param_shardings: as in `scale_by_olion`.
         alternations: as in `scale_by_olion`.
         weight_decay: λ, multiplied by the scheduled η.
         weight_decay_mask: a tree of booleans like the parameters or a prefix of it, or a callable from
@@ -397,8 +457,11 @@ def olion(
             rest = _in_float32(adamw)
         else:
             rest = fallback if clip_norm is None else _in_parameter_dtype(fallback)
+        shardings = resolve_shardings(param_shardings, params)
         matrices = optax.chain(
-            direction(matrix_specs=_by_path(specs)), decay, optax.scale_by_learning_rate(learning_rate)
+            direction(matrix_specs=_by_path(specs), param_shardings=_by_path(shardings)),
+            decay,
+            optax.scale_by_learning_rate(learning_rate),
         )
         labels = {parts: "fallback" if spec is None else "matrices" for parts, spec in specs.items()}
         grouped = optax.partition({"matrices": _in_float32(matrices), "fallback": rest}, _by_path(labels))

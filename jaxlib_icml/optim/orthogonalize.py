@@ -117,7 +117,7 @@ def orthogonalize(
         coeffs = POLAR_EXPRESS_COEFFS if method == "polar_express" else NEWTON_SCHULZ_COEFFS
     if method == "polar_express":
         z = z / _POLAR_EXPRESS_MARGIN
-    z = z.astype(_product_dtype(wide) if dtype is None else dtype)
+    z = z.astype(product_dtype(x.dtype, dtype))
     tall = rows > columns
     z = jnp.swapaxes(z, -1, -2) if tall else z
     iterate = _gram_newton_schulz if method == "gram" else _newton_schulz
@@ -182,8 +182,19 @@ def _as_coefficients(coeffs: Any) -> _Coefficients:
     return _Coefficients(tuple((float(a), float(b), float(c)) for a, b, c in rows))
 
 
-def _product_dtype(wide: DTypeLike) -> DTypeLike:
-    return wide if jax.default_backend() == "cpu" else jnp.bfloat16
+def product_dtype(x: DTypeLike, dtype: DTypeLike | None = None) -> Any:
+    """The dtype of the iteration's products.
+
+    Args:
+        x: dtype of the matrices.
+        dtype: the caller's choice.
+
+    Returns:
+        `dtype`, by default bfloat16 on GPU and TPU, and on CPU float32 or x if wider.
+    """
+    if dtype is not None:
+        return jnp.dtype(dtype)
+    return jnp.promote_types(x, jnp.float32) if jax.default_backend() == "cpu" else jnp.dtype(jnp.bfloat16)
 
 
 def _matmul(x: Array, y: Array) -> Array:
