@@ -35,6 +35,12 @@ from jaxlib_icml.optim.orthogonalize import (
     POLAR_EXPRESS_COEFFS,
     orthogonalize,
 )
+from jaxlib_icml.optim.run_diagnostics import (
+    RunMetrics,
+    find_states,
+    olion_run_metrics,
+    stabilizer_run_metrics,
+)
 
 __all__ = [
     "NEWTON_SCHULZ_COEFFS",
@@ -42,6 +48,7 @@ __all__ = [
     "POLAR_EXPRESS_COEFFS",
     "MatrixSpec",
     "MuonDirectionState",
+    "RunMetrics",
     "ScaleByOlionState",
     "StabilizerMetrics",
     "StabilizerState",
@@ -49,18 +56,21 @@ __all__ = [
     "agc",
     "default_matrix_specs",
     "default_weight_decay_mask",
+    "find_states",
     "from_matrices",
     "gradient_stabilizer",
     "matrix_spec_table",
     "muon_direction",
     "olion",
     "olion_diagnostics",
+    "olion_run_metrics",
     "orthogonalize",
     "recovery_steps",
     "resolve_matrix_specs",
     "scale_by_olion",
     "stabilizer_bound",
     "stabilizer_metrics",
+    "stabilizer_run_metrics",
     "to_matrices",
     "value_clip",
     "zclip",

@@ -100,6 +100,8 @@ class TrainConfig:
     """Field of JSONL lines that holds the text."""
     evaluate_every: int = 200
     """Steps between evaluations on a part of the held-out text; 0: only at the end."""
+    diagnose_every: int = 100
+    """Steps between records of the optimizer's state of health (isotropy, signs, spikes); 0: none."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2
@@ -119,7 +121,7 @@ class TrainConfig:
         for field in ("batch_size", "accumulation_steps", "keep_checkpoints"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: must be at least 1, got {getattr(self, field)}")
-        for field in ("seed", "evaluate_every", "checkpoint_every", "sample_tokens"):
+        for field in ("seed", "evaluate_every", "diagnose_every", "checkpoint_every", "sample_tokens"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}: must be at least 0, got {getattr(self, field)}")
         if self.batch_size % self.accumulation_steps:
@@ -142,8 +144,8 @@ class TrainConfig:
 # What may change when a run is continued: how long, how fast and where, not what is learned.
 _FREE_ON_RESUME = frozenset(
     {
-        *("run_dir", "steps", "minutes", "evaluate_every", "checkpoint_every", "keep_checkpoints"),
-        *("sample_tokens", "mesh", "accumulation_steps", "optimizer.learning_rate"),
+        *("run_dir", "steps", "minutes", "evaluate_every", "diagnose_every", "checkpoint_every"),
+        *("keep_checkpoints", "sample_tokens", "mesh", "accumulation_steps", "optimizer.learning_rate"),
     }
 )
 

@@ -16,6 +16,13 @@ from flax import nnx
 from jaxlib_icml.lm import Sampling, generate, pad_prompts
 from jaxlib_icml.lm.ngram import WittenBellNGram
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
+from jaxlib_icml.optim import (
+    ScaleByOlionState,
+    StabilizerState,
+    find_states,
+    olion_run_metrics,
+    stabilizer_run_metrics,
+)
 from jaxlib_icml.training.checkpoints import Checkpointer
 from jaxlib_icml.training.config import TrainConfig
 from jaxlib_icml.training.corpus import Corpus, load_corpus
@@ -240,9 +247,10 @@ class _Run:
                     break
                 batch = self._place(next(self.loader))
                 rate = learning_rate_at(config.optimizer, step, fraction)
+                diagnosis = _Diagnosis.of(config, step + 1, state)
                 state, step_metrics = self.program.step(state, batch, rate)
                 step += 1
-                record.add(step, fraction, elapsed, step_metrics)
+                record.add(step, fraction, elapsed, step_metrics, diagnosis and diagnosis.figures(state))
                 if config.evaluate_every and step % config.evaluate_every == 0 and monitor:
                     bits = self._held_out_bits(nnx.merge_state(state.params, state.rest), monitor, monitor_bytes)
                     metrics.write(step, {"monitor_bits_per_byte": bits})
@@ -319,28 +327,62 @@ class _Run:
         return [self.tokenizer.decode(np.concatenate([prompt, row[:n]])) for prompt, row, n in rows]
 
 
+@jax.jit
+def _stabilizer_summary(before: StabilizerState, after: StabilizerState) -> dict[str, jax.Array]:
+    return stabilizer_run_metrics(before, after).summary
+
+
+class _Diagnosis(NamedTuple):
+    """What the optimizer's state says about one step; reads it and changes nothing."""
+
+    number: int
+    has_olion: bool
+    stabilizer: StabilizerState | None
+    """From before the step, which donates its buffers."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, step: int, state: TrainState) -> "_Diagnosis | None":
+        """The diagnosis of the step about to be taken; None if it is not due."""
+        if not config.diagnose_every or step % config.diagnose_every:
+            return None
+        before = find_states(state.opt_state, StabilizerState)
+        has_olion = bool(find_states(state.opt_state, ScaleByOlionState))
+        return cls(step // config.diagnose_every - 1, has_olion, jax.device_get(before[0]) if before else None)
+
+    def figures(self, state: TrainState) -> dict[str, Any]:
+        """Names and values after the step."""
+        found: dict[str, Any] = {}
+        if self.has_olion:
+            summary = olion_run_metrics(state.opt_state, state.params, call=self.number).summary
+            found |= {f"olion_{name}": value for name, value in summary.items()}
+        if self.stabilizer is not None:
+            summary = _stabilizer_summary(self.stabilizer, find_states(state.opt_state, StabilizerState)[0])
+            found |= {f"stabilizer_{name}": value for name, value in summary.items()}
+        return found
+
+
 class _StepRecorder:
     """Writes and shows each step's figures once they are there, one step late."""
 
     def __init__(self, config: TrainConfig, metrics: MetricsWriter, reporter: Reporter):
         self._config, self._metrics, self._reporter = config, metrics, reporter
         self._spikes = SpikeDetector()
-        self._pending: tuple[int, float, float, Any] | None = None
+        self._pending: tuple[int, float, float, Any, Any] | None = None
         self._last_time: float | None = None
         self._speed: float | None = None
 
-    def add(self, step: int, fraction: float, elapsed: float, metrics: Any) -> None:
-        """Take a step that has just been started."""
+    def add(self, step: int, fraction: float, elapsed: float, metrics: Any, more: Any = None) -> None:
+        """Take a step that has just been started, and further figures for its record."""
         self.flush()
-        self._pending = (step, fraction, elapsed, metrics)
+        self._pending = (step, fraction, elapsed, metrics, more)
 
     def flush(self) -> None:
         """Write the step that is waiting."""
         if self._pending is None:
             return
-        step, fraction, elapsed, metrics = self._pending
+        step, fraction, elapsed, metrics, more = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in metrics._asdict().items()}
+        values = {name: float(value) for name, value in {**metrics._asdict(), **(more or {})}.items()}
         now = time.perf_counter()
         if self._last_time is not None:
             speed = values["tokens"] / (now - self._last_time)

@@ -43,6 +43,7 @@ def config_for(text, run_dir, **changes):
         batch_size=4,
         held_out_fraction=0.2,
         evaluate_every=3,
+        diagnose_every=2,
         checkpoint_every=2,
         sample_tokens=6,
         model=MODEL,
@@ -82,6 +83,22 @@ def test_a_finished_run_has_everything(finished, text):
     assert len(finished.samples) == 3
 
 
+def test_the_optimizers_health_is_recorded(finished):
+    metrics = read_metrics(finished.run_dir)
+    olion = [f"olion_{name}" for name in ("isotropy", "spread", "sign_agreement", "zero_share")]
+    stabilizer = [f"stabilizer_{name}" for name in ("norm_ratio", "spikes", "skipped")]
+    assert {name for name in metrics if name.startswith(("olion", "stabilizer"))} == {*olion, *stabilizer}
+    for name in (*olion, *stabilizer):
+        steps, values = metrics[name]
+        assert steps.tolist() == [2, 4, 6]
+        assert np.isfinite(values).all()
+    assert np.all((metrics["olion_sign_agreement"][1] > 0.5) & (metrics["olion_sign_agreement"][1] <= 1))
+    # Lengths are near one per leaf: their ratio to the raw norms follows the raw norm.
+    raw = metrics["grad_norm"][1][[1, 3, 5]]
+    lengths = metrics["stabilizer_norm_ratio"][1] * raw
+    assert np.all((lengths > 1) & (lengths < 50))
+
+
 def test_the_saved_model_gives_the_reported_figure(finished, text):
     run = load_run(finished.run_dir)
     assert run.step == 6
@@ -117,6 +134,15 @@ def test_stopping_and_continuing_changes_no_bit(finished, text, tmp_path):
     assert continued.held_out_bits_per_byte == finished.held_out_bits_per_byte
     ours, theirs = read_metrics(run_dir)["loss"], read_metrics(finished.run_dir)["loss"]
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_diagnosis_changes_no_bit(finished, text, tmp_path):
+    train(config_for(text, tmp_path / "blind", diagnose_every=0))
+    chex.assert_trees_all_equal(
+        jax.tree.leaves(load_run(tmp_path / "blind").state), jax.tree.leaves(load_run(finished.run_dir).state)
+    )
+    assert not any(name.startswith(("olion", "stabilizer")) for name in read_metrics(tmp_path / "blind"))
 
 
 @pytest.mark.slow
