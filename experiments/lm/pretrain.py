@@ -232,7 +232,7 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
     for name, bits in data["tuning"].items():
         right.plot(data["grid"], bits, "o-", ms=3, color=colours[name], label=name)
     right.set(xscale="log", xlabel="peak learning rate", title="tuning runs")
-    right.set_xticks(data["grid"], [f"{rate:g}" for rate in data["grid"]])
+    right.set_xticks(data["grid"], [f"{rate:g}" for rate in data["grid"]], rotation=60)
     right.minorticks_off()
     right.title.set_fontsize(10)
     for axes in (left, right):
