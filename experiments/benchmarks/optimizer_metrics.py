@@ -75,7 +75,7 @@ class _Training:
 
 def run(context: Context) -> BenchmarkOutcome:
     """Time single calls and steps, then stretches of steps."""
-    small = {"width": 32, "num_layers": 1, "context_length": 32}
+    small: dict[str, Any] = {"width": 32, "num_layers": 1, "context_length": 32}
     config = dataclasses.replace(RUN.model, vocab_size=VOCAB, **context.pick(smoke=small, laptop={}, full={}))
     training = _Training(config)
     every = context.pick(smoke=3, laptop=RUN.diagnose_every, full=RUN.diagnose_every)

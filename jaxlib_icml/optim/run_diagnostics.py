@@ -188,14 +188,14 @@ def _measure(
     rank = jnp.maximum(jnp.sum(kept), 1)
     m = jnp.sum(jnp.matmul(u.T, exact, precision="highest") * vt, axis=1)
     q1, alpha = jnp.sum(jnp.abs(q)), jnp.sum(sigma) / rank
-    nothing = 0 * jnp.sum(signs)  # NaN where a comparison would hide it
+    nothing = 0 * jnp.sum(signs)  # NaN where a comparison hides it
     figures = {
         "isotropy": _ratio(jnp.sqrt(rank) * jnp.linalg.norm(m - kept * (q1 / rank)), q1),
         "spread": _ratio(jnp.linalg.norm(sigma - kept * alpha), alpha * jnp.sqrt(rank)),
-        "sign_agreement": jnp.mean(signs == exact) + nothing,
-        "zero_share": jnp.mean(signs == 0) + nothing,
+        "sign_agreement": jnp.mean(signs == exact),
+        "zero_share": jnp.mean(signs == 0),
     }
-    return {name: value.astype(jnp.float32) for name, value in figures.items()}
+    return {name: (value + nothing).astype(jnp.float32) for name, value in figures.items()}
 
 
 def _ratio(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[Array, "*s"]:
