@@ -132,7 +132,7 @@ def run(context: Context) -> Outcome:
     )
     task = _task(context, budget)
     mesh = make_mesh()
-    programs = {name: make_train_program(task.config, make_optimizer(c), mesh) for name, c in ARMS.items()}
+    programs = {name: make_train_program(task.config, make_optimizer(c, mesh), mesh) for name, c in ARMS.items()}
 
     tuning: dict[str, list[float]] = {}
     rates: dict[str, float] = {}

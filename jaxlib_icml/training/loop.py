@@ -141,7 +141,7 @@ class _Run:
         self.batch_sharding = batch_sharding(mesh)
         self.program: TrainProgram = make_train_program(
             self.lm_config,
-            make_optimizer(config.optimizer),
+            make_optimizer(config.optimizer, mesh),
             mesh,
             accumulation_steps=config.accumulation_steps,
         )

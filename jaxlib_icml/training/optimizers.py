@@ -1,26 +1,32 @@
 """The optimizers and the schedule of `icml train`."""
 
 import math
+from functools import partial
 from typing import Any
 
 import optax
+from jax.sharding import Mesh
 
 from jaxlib_icml.optim import default_weight_decay_mask, gradient_stabilizer, olion
 from jaxlib_icml.training.config import OptimizerConfig
+from jaxlib_icml.training.mesh import state_shardings
 from jaxlib_icml.training.step import OptimizerFactory
 
 
-def make_optimizer(config: OptimizerConfig) -> OptimizerFactory:
+def make_optimizer(config: OptimizerConfig, mesh: Mesh | None = None) -> OptimizerFactory:
     """The optimizer as a function of its learning rate.
 
     Args:
       config: which optimizer, and its numbers.
+      mesh: the devices over which OLion shares its matrices; None: one device.
 
     Returns:
       learning rate (a float or a traced scalar) -> `optax.GradientTransformation`.
 
     >>> tx = make_optimizer(OptimizerConfig())(1e-3)
     """
+
+    shardings = None if mesh is None or mesh.size == 1 else partial(state_shardings, mesh=mesh)
 
     def factory(learning_rate: Any) -> optax.GradientTransformation:
         stages = []
@@ -29,7 +35,7 @@ def make_optimizer(config: OptimizerConfig) -> OptimizerFactory:
         if config.stabilize:
             stages.append(gradient_stabilizer())
         if config.name == "olion":
-            stages.append(olion(learning_rate, weight_decay=config.weight_decay))
+            stages.append(olion(learning_rate, weight_decay=config.weight_decay, param_shardings=shardings))
         else:
             stages.append(
                 optax.adamw(

@@ -28,9 +28,9 @@ ALONE = MeshConfig(data=1)
 
 @functools.cache
 def program(config=DENSE, accumulation_steps=1, optimizer="sgd", mesh=ALONE):
-    factory = optax.sgd if optimizer == "sgd" else make_optimizer(OptimizerConfig(name=optimizer))
     count = mesh.data * mesh.fsdp * mesh.tensor * mesh.expert
     devices = make_mesh(mesh, jax.devices()[:count])
+    factory = optax.sgd if optimizer == "sgd" else make_optimizer(OptimizerConfig(name=optimizer), devices)
     return make_train_program(config, factory, devices, accumulation_steps=accumulation_steps)
 
 
