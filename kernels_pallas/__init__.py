@@ -3,12 +3,13 @@
 Every operation lives in a folder of its own with a slow `reference`, an `xla` path that is fast on CPU, and
 (as they arrive) Pallas kernels for TPU and GPU behind one `implementation=` argument:
 
->>> from kernels_pallas import causal_attention
+>>> from kernels_pallas import causal_attention, symmetric_product
 """
 
 # Imported eagerly: a function that shares its folder's name would otherwise lose the name to the folder as
 # soon as anything inside it is imported.
 from kernels_pallas.causal_attention.api import causal_attention
 from kernels_pallas.dispatch import Implementation, UnsupportedError
+from kernels_pallas.symmetric_product.api import symmetric_product
 
-__all__ = ["Implementation", "UnsupportedError", "causal_attention"]
+__all__ = ["Implementation", "UnsupportedError", "causal_attention", "symmetric_product"]
