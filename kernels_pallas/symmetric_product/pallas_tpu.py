@@ -95,9 +95,14 @@ def symmetric_product(
 
     Returns:
       x yᵀ, exactly symmetric.
+
+    Raises:
+      ValueError: Block sizes that are not multiples of 128.
     """
     n, k = x.shape[1:]
     config = config or heuristic(n, k, x.dtype.itemsize)
+    if config.block % 128 or config.block_k % 128 or min(config) < 128:
+        raise ValueError(f"config must have positive multiples of 128, got {config}")
     x, y = (padded(a, config.block, config.block_k) for a in (x, y))
     out = _call(x, y, config, triangle, interpret)
     return out[:, :n, :n]
