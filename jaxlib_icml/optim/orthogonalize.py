@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
+
+from kernels_pallas import symmetric_product
 
 __all__ = ["NEWTON_SCHULZ_COEFFS", "ORTHOGONALIZERS", "POLAR_EXPRESS_COEFFS", "orthogonalize"]
 
@@ -41,6 +44,9 @@ POLAR_EXPRESS_COEFFS = (
 
 _POLAR_EXPRESS_MARGIN = 1.01
 _HALF_PRECISION_RESTART = 2
+# From which size on half a symmetric product is less work than a whole one: half precision is for accelerators, whose
+# kernels start at one block; elsewhere it takes more to make up for the copies.
+_SMALLEST_SYMMETRIC = {16: 128, 32: 768, 64: 768}
 
 
 class _Coefficients(NamedTuple):
@@ -203,8 +209,27 @@ def _matmul(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, precision=None if half else lax.Precision.HIGHEST)
 
 
-def _transpose(x: Array) -> Array:
-    return jnp.swapaxes(x, -1, -2)
+def _gram(z: Array) -> Array:
+    """z zᵀ."""
+    return _symmetric_product(z) if _halves(z) else _matmul(z, jnp.swapaxes(z, -1, -2))
+
+
+def _commuting(x: Array, y: Array) -> Array:
+    """x y for two polynomials of one symmetric matrix, which is symmetric again."""
+    # Without the exact symmetry of the halved product, x yᵀ instead of x y would let rounding errors grow.
+    return _symmetric_product(x, y) if _halves(x) else _matmul(x, y)
+
+
+def _halves(x: Array) -> bool:
+    """Whether computing one triangle of a symmetric product pays."""
+    return x.shape[-2] >= _SMALLEST_SYMMETRIC[max(16, jnp.finfo(x.dtype).bits)]
+
+
+def _symmetric_product(x: Array, y: Array | None = None) -> Array:
+    # A Pallas kernel needs whole matrices, and a program that the compiler partitions may have cut them.
+    kinds = jax.typeof(x).sharding.mesh.axis_types
+    whole = all(kind == AxisType.Manual for kind in kinds) if kinds else jax.device_count() == 1
+    return symmetric_product(x, y, implementation=None if whole else "xla")
 
 
 def unit_frobenius(x: Float[Array, "*batch rows columns"]) -> Float[Array, "*batch rows columns"]:
@@ -229,8 +254,8 @@ def _newton_schulz(z: Array, steps: Any, coefficients: _Coefficients) -> Array:
 
     def step(i: Any, z: Array) -> Array:
         a, b, c = (jnp.asarray(k, z.dtype) for k in coefficients.at(i))
-        A = _matmul(z, _transpose(z))
-        return a * z + _matmul(b * A + c * _matmul(A, A), z)
+        A = _gram(z)
+        return a * z + _matmul(b * A + c * _commuting(A, A), z)
 
     return _repeat(step, 0, steps, z)
 
@@ -245,14 +270,14 @@ def _gram_newton_schulz(z: Array, steps: Any, coefficients: _Coefficients) -> Ar
     def step(i: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         q, r = carry
         p = polynomial(i, r)
-        return _matmul(p, q), _matmul(_matmul(r, p), p)
+        return _commuting(p, q), _commuting(_commuting(r, p), p)
 
     def polynomial(i: Any, r: Array) -> Array:
         a, b, c = (jnp.asarray(k, r.dtype) for k in coefficients.at(i))
-        return a * identity + b * r + c * _matmul(r, r)
+        return a * identity + b * r + c * _commuting(r, r)
 
     def run(start: Any, stop: Any, z: Array) -> Array:
-        r = _matmul(z, _transpose(z))
+        r = _gram(z)
         if not (isinstance(start, int) and isinstance(stop, int)):
             q, _ = _repeat(step, start, stop, (jnp.broadcast_to(identity, r.shape), r))
             return _matmul(q, z)
@@ -262,9 +287,9 @@ def _gram_newton_schulz(z: Array, steps: Any, coefficients: _Coefficients) -> Ar
         p = polynomial(start, r)
         q = p
         for i in range(start + 1, stop):
-            r = _matmul(_matmul(r, p), p)
+            r = _commuting(_commuting(r, p), p)
             p = polynomial(i, r)
-            q = _matmul(p, q)
+            q = _commuting(p, q)
         return _matmul(q, z)
 
     if jnp.finfo(z.dtype).bits > 16:

@@ -120,8 +120,10 @@ def shapes(mesh, **leaves):
 
 
 @pytest.mark.aot
-def test_eight_layers_on_a_pod():
+def test_eight_layers_on_a_pod(monkeypatch):
     """Width 2048, MLP 8192, 16 x 4 chips: few collectives, none in the iteration, little imbalance, few bytes."""
+    # The compiler counts the operations of plain products only, not those inside Pallas kernels.
+    monkeypatch.setattr(sys.modules["jaxlib_icml.optim.orthogonalize"], "_SMALLEST_SYMMETRIC", {16: math.inf})
     pod = aot.make_mesh("v5p:4x4x4", (16, 4), ("fsdp", "tensor"))
     square, wide, into, back = (2048, 2048), (2048, 8192), P("fsdp", "tensor"), P("tensor", "fsdp")
     layer = {"q": (square, into), "k": (square, into), "v": (square, into), "o": (square, back)}
@@ -163,3 +165,14 @@ def test_scanned_layers_and_stacked_experts():
     tx = scale_by_olion(ns_dtype="bfloat16", param_shardings=shardings)
     count, _ = collectives(compile_update(tx, experts))
     assert count.total() == 0
+
+
+@pytest.mark.aot
+def test_shared_matrices_take_the_symmetric_kernel():
+    """Inside the iteration of sharded parameters matrices are whole, so half of every symmetric product is left out."""
+    chips = aot.make_mesh("v5p:2x2x1", (4,), ("fsdp",))
+    params = shapes(chips, w=((512, 1024), P("fsdp", None)))
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    text = compile_update(scale_by_olion(ns_dtype="bfloat16", param_shardings=shardings), params).as_text()
+    assert "symmetric_product" in text
+    assert "tpu_custom_call" in text

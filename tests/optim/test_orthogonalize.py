@@ -54,6 +54,16 @@ def test_iterations_follow_their_polynomials(shape):
     np.testing.assert_allclose(jit_orthogonalize(jnp.asarray(g), "polar_express"), express, atol=2e-4)
 
 
+@pytest.mark.parametrize("method", ["ns", "gram"])
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), pytest.param((768, 1600), marks=pytest.mark.slow)])
+def test_symmetric_products_give_the_same_polynomials(monkeypatch, method, shape):
+    """With one triangle of every symmetric product, as large matrices have it."""
+    monkeypatch.setattr(sys.modules["jaxlib_icml.optim.orthogonalize"], "_SMALLEST_SYMMETRIC", {32: 1})
+    g = gaussian(shape)
+    got = jax.jit(lambda x: orthogonalize(x, method))(g)
+    np.testing.assert_allclose(got, iterate_in_float64(g, [NEWTON_SCHULZ_COEFFS]), atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [(20, 20), (12, 30), (30, 12)])
 def test_svd_is_the_polar_factor(shape):
     g = gaussian(shape)
