@@ -187,7 +187,7 @@ class Trainer:
                 return loss * factor * scale, loss
 
             (_, loss), grads = jax.value_and_grad(objective, has_aux=True)(params)
-            norm = optax.global_norm(grads) / scale
+            norm = optax.tree.norm(grads) / scale
             if self.scaled and not self.unscales:
                 grads = jax.tree.map(lambda g: g / scale, grads)
             updates, new_state = tx.update(grads, state, params, loss_scale=scale)

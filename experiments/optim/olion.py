@@ -1,7 +1,8 @@
 """OLion against AdamW, Lion and Muon on a small byte model: which learns most, and over which learning rates.
 
-All four share the gradient clipping, the decay and the AdamW of embeddings, head and norms; they differ in the rule for
-hidden matrices only. Lion is `optax.scale_by_lion` at an RMS of 0.2, Muon is `optax.contrib.muon`.
+All four share the gradient clipping, the decay and AdamW for embeddings, head and norms; they differ in the rule for
+hidden matrices. Lion is `optax.scale_by_lion` at an RMS of 0.2. Muon is `optax.contrib.muon`, whose AdamW has Nesterov
+momentum.
 """
 
 import itertools
@@ -212,38 +213,46 @@ def run(context: Context) -> Outcome:
         name: [byte_lm.stable_decades(budget.grid, values[:, seed], TOLERANCE) for seed in range(len(context.seeds))]
         for name, values in losses.items()
     }
-    edges = [name for name, rate in best_rate.items() if rate in (budget.grid[0], budget.grid[-1])]
-    best_fine = {name: float(np.min(byte_lm.finite_or_inf(np.mean(rows, axis=1)))) for name, rows in fine_tuned.items()}
-    return Outcome(
-        measured=_measure(budget.grid, sweep, decades, fine_tuned),
-        data={
-            "grid": budget.grid,
-            "judged_grid": GRID,
-            "steps": budget.steps,
-            "tolerance": TOLERANCE,
-            "sweep": sweep,
-            "best_rate": best_rate,
-            "curves": curves,
-            "stable_decades": decades,
-            "shown_rate": middle,
-            "diagnostics": _diagnostics(results[context.seeds[0], middle, "OLion"]),
-            "fine_tuning": {"text": second, "grid": budget.fine_tuning_grid, "validation": fine_tuned},
-        },
-        notes=(
-            "Lion is optax.scale_by_lion(0.95, 0.98) scaled to RMS 0.2; Muon is optax.contrib.muon with "
-            "consistent_rms=0.2. Embeddings, head and norms are AdamW's in all four, gradients are clipped at global "
-            f"norm 1, decay is {WEIGHT_DECAY}.",
-            f"Best rates on the wide grid {', '.join(f'{rate:g}' for rate in budget.grid)}: "
-            + ", ".join(f"{name} {rate:g}" for name, rate in best_rate.items())
-            + f"; the claims use {', '.join(f'{rate:g}' for rate in GRID)} alone.",
-            *(f"{name}'s best rate is at the edge of the wide grid: there may be a better one." for name in edges),
-            f"Range of rates within {TOLERANCE} nats of an optimizer's own best, decades inside the wide grid: "
-            + ", ".join(f"{name} {np.mean(values):.2f}" for name, values in decades.items())
-            + ".",
-            f"Fine-tuning of AdamW's model on {second}, best mean over rates (nats per byte): "
-            + ", ".join(f"{name} {loss:.3f}" for name, loss in best_fine.items())
-            + "; report only.",
-        ),
+    data = {
+        "grid": budget.grid,
+        "judged_grid": GRID,
+        "steps": budget.steps,
+        "tolerance": TOLERANCE,
+        "initial_largest_entry": float(np.mean([np.abs(_first_mlp(start)).max() for start in params.values()])),
+        "sweep": sweep,
+        "best_rate": best_rate,
+        "curves": curves,
+        "stable_decades": decades,
+        "shown_rate": middle,
+        "diagnostics": _diagnostics(results[context.seeds[0], middle, "OLion"]),
+        "fine_tuning": {"text": second, "grid": budget.fine_tuning_grid, "validation": fine_tuned},
+    }
+    return Outcome(measured=_measure(budget.grid, sweep, decades, fine_tuned), data=data, notes=_notes(data))
+
+
+def _notes(data: Mapping[str, Any]) -> tuple[str, ...]:
+    grid, best_rate, fine = data["grid"], data["best_rate"], data["fine_tuning"]
+    edges = [name for name, rate in best_rate.items() if rate in (grid[0], grid[-1])]
+    tuned = {name: np.min(byte_lm.finite_or_inf(rows).mean(1)) for name, rows in fine["validation"].items()}
+    fine_edges = [
+        name
+        for name, rows in fine["validation"].items()
+        if np.argmin(byte_lm.finite_or_inf(rows).mean(1)) in (0, len(fine["grid"]) - 1)
+    ]
+    each = lambda values, form: ", ".join(f"{name} {format(value, form)}" for name, value in values.items())  # noqa: E731
+    return (
+        "Lion is optax.scale_by_lion(0.95, 0.98) scaled to RMS 0.2; Muon is optax.contrib.muon with "
+        "consistent_rms=0.2. Embeddings, head and norms are AdamW's in all four (with Nesterov momentum in Muon, "
+        f"which is Optax's way), gradients are clipped at global norm 1, decay is {WEIGHT_DECAY}.",
+        f"Best rates on the wide grid {', '.join(f'{rate:g}' for rate in grid)}: {each(best_rate, 'g')}; the claims "
+        f"use {', '.join(f'{rate:g}' for rate in data['judged_grid'])} alone.",
+        *(f"{name}'s best rate is at the edge of the wide grid: there may be a better one." for name in edges),
+        f"Range of rates within {data['tolerance']} nats of an optimizer's own best, decades inside the wide grid: "
+        f"{each({name: np.mean(values) for name, values in data['stable_decades'].items()}, '.2f')}.",
+        f"Before training the largest entry of the {FIRST_MLP} is {data['initial_largest_entry']:.2f} (normal, "
+        "deviation 1/√fan-in): at small rates it is what the ratios of largest entries compare.",
+        f"Fine-tuning of AdamW's model on {fine['text']}, best mean over rates (nats per byte): {each(tuned, '.3f')}; "
+        f"report only. Best rate at the edge of its grid: {', '.join(fine_edges) or 'none'}.",
     )
 
 

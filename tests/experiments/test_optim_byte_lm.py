@@ -59,11 +59,10 @@ def test_a_run_is_the_loop_that_it_says(segments, scaled):
     held_out = byte_lm.draw_batches(TEXT, 1, 3, 2, 1)
     factors = np.ones(steps, np.float32)
     factors[5] = 10
-    watch = lambda state: state[-1][0].count if isinstance(state[-1], tuple) else jnp.zeros(())  # noqa: E731
-    trainer = Trainer(TOY, sgd, scaled=scaled, segments=segments, watch=watch, probe=lambda state: jnp.ones(3))
-    result = trainer.compiled((TOY.init(0), batches, held_out, np.float32(rate), {"loss_factors": factors}))(
-        TOY.init(0), batches, held_out, np.float32(rate), {"loss_factors": factors}
-    )
+    count = lambda state: state[-1].count  # noqa: E731
+    trainer = Trainer(TOY, sgd, scaled=scaled, segments=segments, watch=count, probe=count)
+    arguments = (TOY.init(0), batches, held_out, np.float32(rate), {"loss_factors": factors})
+    result = trainer.compiled(arguments)(*arguments)
 
     w, losses, norms = np.zeros(2), [], []
     shape = byte_lm.warmup_cosine(steps)
@@ -78,7 +77,8 @@ def test_a_run_is_the_loop_that_it_says(segments, scaled):
     np.testing.assert_allclose(result["norms"], norms, rtol=1e-5)
     np.testing.assert_allclose(result["params"]["w"], w, rtol=1e-5)
     np.testing.assert_allclose(result["validation"], validation, rtol=1e-5)
-    assert result["probe"].shape == (segments, 3)
+    np.testing.assert_array_equal(result["watch"], np.arange(1, steps + 1))
+    np.testing.assert_array_equal(result["probe"], steps // segments * np.arange(1, segments + 1))
     assert result["skipped"] == 0
 
 

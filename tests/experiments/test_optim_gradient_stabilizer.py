@@ -107,17 +107,17 @@ def test_quantized_layers_multiply_rounded_inputs():
 
     kernel = np.asarray(block.attention.query.kernel[...])
     expected = np.einsum("bti,ihd->bthd", round_e1m2(x, -1), round_e1m2(kernel, 0))
-    np.testing.assert_allclose(block.attention.query(x), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(block.attention.query(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-5)
 
     heads = np.random.default_rng(1).standard_normal((2, 5, 2, 8)).astype(np.float32)
     kernel = np.asarray(block.attention.out.kernel[...])
     expected = np.einsum("bthd,hdo->bto", round_e1m2(heads, (-2, -1)), round_e1m2(kernel, (0, 1)))
-    np.testing.assert_allclose(block.attention.out(heads), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(block.attention.out(jnp.asarray(heads)), expected, rtol=1e-4, atol=1e-5)
 
     (up,), down = block.mlp.inner.kernels()
     hidden = np.asarray(jax.nn.gelu(round_e1m2(x, -1) @ round_e1m2(np.asarray(up), 0), approximate=True))
     expected = round_e1m2(hidden, -1) @ round_e1m2(np.asarray(down), 0)
-    np.testing.assert_allclose(block.mlp(x), expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(block.mlp(jnp.asarray(x)), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_quantized_model_trains_all_its_matrices():
