@@ -97,9 +97,10 @@ def run(context: Context) -> BenchmarkOutcome:
 def _targets() -> tuple[Target, ...]:
     targets = []
     for n, k in CPU_SHAPES:
-        halved = n >= 768  # below, only the mirrored triangle is added to the plain product
+        # Below, what halving saves goes into mirroring.
+        bound = 0.95 if n >= 768 else 1.2
         statement = f"CPU, {n} x {k} float32: time over the plain product, which is not exactly symmetric"
-        targets.append(Target(f"cpu_{n}_{k}", statement, at_most(0.95 if halved else 1.3)))
+        targets.append(Target(f"cpu_{n}_{k}", statement, at_most(bound)))
     if not _NO_COMPILER:
         for chip, (n, k) in itertools.product(CHIPS, TPU_SHAPES):
             statement = f"{chip}, {n} x {k} bfloat16: static cycles over the kernel computing all blocks"

@@ -36,8 +36,12 @@ class Config(NamedTuple):
     block_k: int
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """Double-buffered operands, two pairs of tiles, the accumulator, the product and its transpose."""
-        return 4 * self.block * (self.block_k + self.block) * itemsize + 3 * self.block**2 * 4
+        """Double-buffered operands, two pairs of tiles, the accumulator, the product and its transpose.
+
+        And for float32 the three bfloat16 parts in which it is multiplied, of both operands.
+        """
+        buffers = 4 * self.block * (self.block_k + self.block) * itemsize + 3 * self.block**2 * 4
+        return buffers + (12 * self.block * self.block_k if itemsize == 4 else 0)
 
     def cycles(self, n: int, k: int, itemsize: int) -> float:
         """Roughly the cycles that the compiler estimates for one matrix on v5e.

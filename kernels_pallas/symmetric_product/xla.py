@@ -1,9 +1,9 @@
 """The symmetric product by halving: two halves of the rows against themselves, one product between them.
 
 [[A, B], [Bᵀ, C]] costs 3/4 of the operations, halving A and C once more 5/8. Measured on two CPU cores in float32
-against the plain product (which is not exactly symmetric), n rows of n to 4n entries: 0.7 to 0.9 of the time for
-n = 768 and 1024; below that the smaller products and the copies eat what is saved, and the plain product with a
-mirrored triangle is as fast. Four and eight strips of rows, and halving three times, were slower.
+over the plain product, which is not exactly symmetric: 0.7 to 0.8 of its time for 1024 rows of 1024 and 4096 entries,
+0.7 to 1 for 768, 0.9 to 1.1 for 256 and 512, where the plain product with a mirrored triangle takes 1.05 to 1.3. Strips
+of rows in place of halves, and halving three times, were slower.
 """
 
 import jax.numpy as jnp
@@ -11,12 +11,11 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.symmetric_product.reference import mirrored, product
 
-_SMALLEST_BLOCK = 192
-
 
 def symmetric_product(x: Float[Array, "*batch n k"], y: Float[Array, "*batch n k"]) -> Float[Array, "*batch n n"]:
-    """Halves twice where that is faster; see `api.symmetric_product`."""
-    return _halved(x, y, halvings=2 if x.shape[-2] >= 4 * _SMALLEST_BLOCK else 0)
+    """Halves twice, once or not at all, as was fastest; see `api.symmetric_product`."""
+    n = x.shape[-2]
+    return _halved(x, y, halvings=2 if n >= 512 else 1 if n >= 256 else 0)
 
 
 def _halved(x: Array, y: Array, halvings: int) -> Array:
