@@ -5,7 +5,8 @@ call looks at a few matrices of the momentum, others in the next call, with one 
 about the stabilizer follows from its scalars before and after a step.
 """
 
-from functools import partial
+import math
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -151,13 +152,19 @@ def _matrices(mu: Any, specs: dict[tuple[str, ...], MatrixSpec | None]) -> list[
         spec = specs[leaf.parts]
         if spec is None or 0 in leaf.value.shape:
             continue
-        blocks = jax.eval_shape(partial(to_matrices, spec=spec), leaf.value)
-        for i, block in enumerate(blocks):
-            path = leaf.path if len(blocks) == 1 else f"{leaf.path}[{i}]"
-            count = block.size // (block.shape[-2] * block.shape[-1])
-            names = [path] if block.ndim == 2 else [f"{path}[{j}]" for j in range(count)]
+        batches = _batch_shapes(leaf.value.shape, spec)
+        for i, batch in enumerate(batches):
+            path = leaf.path if len(batches) == 1 else f"{leaf.path}[{i}]"
+            names = [f"{path}[{j}]" for j in range(math.prod(batch))] if batch else [path]
             found += [_Matrix(name, leaf.value, spec, i, j) for j, name in enumerate(names)]
     return found
+
+
+@lru_cache
+def _batch_shapes(shape: tuple[int, ...], spec: MatrixSpec) -> tuple[tuple[int, ...], ...]:
+    """The batch axes of every block."""
+    blocks = jax.eval_shape(partial(to_matrices, spec=spec), jax.ShapeDtypeStruct(shape, jnp.float32))
+    return tuple(block.shape[:-2] for block in blocks)
 
 
 @partial(jax.jit, static_argnames=("spec", "block"))

@@ -84,7 +84,9 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
 
     The run folder gets `config.json`, `tokenizer/`, `checkpoints/`, `metrics.jsonl`, TensorBoard events, `loss.png`,
     `samples.txt` and, when the run is over, `result.json`. A folder that already holds the same run is continued from
-    its newest checkpoint.
+    its newest checkpoint. Every `diagnose_every` steps a record of `metrics.jsonl` also says how the optimizer fares:
+    `olion_*`, means over four of its matrices, others each time (`olion_run_metrics`), and `stabilizer_*`, this step's
+    norms and spikes (`stabilizer_run_metrics`).
 
     Args:
       config: the whole run.
