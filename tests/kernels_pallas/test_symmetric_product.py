@@ -2,6 +2,9 @@
 
 import functools
 import inspect
+import re
+import shutil
+import subprocess
 
 import chex
 import jax
@@ -123,6 +126,21 @@ def races_found():
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     return interpret_pallas_call.races.races_found
+
+
+def test_a_wait_that_is_missing_would_be_seen(monkeypatch):
+    class Unwaited:
+        def __init__(self, *args):
+            self.start = make_async_copy(*args).start
+
+        def wait(self):
+            pass
+
+    make_async_copy = pltpu.make_async_copy
+    monkeypatch.setattr(pltpu, "make_async_copy", Unwaited)
+    x = rows((1, 384, 128))
+    interpret = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
+    assert np.isnan(pallas_tpu.symmetric_product(x, x, config=SMALL, interpret=interpret)).any()
 
 
 def test_tpu_kernel_computing_all_blocks_is_the_plain_product():
@@ -352,6 +370,22 @@ def test_kernel_in_shard_map_compiles_for_a_mesh():
     x = jax.ShapeDtypeStruct((8, 256, 384), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
     local = jax.shard_map(symmetric_product, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     assert "tpu_custom_call" in jax.jit(local).lower(x).compile().as_text()
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs CUDA's ptxas")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gpu_kernel_keeps_its_accumulator_in_registers(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    x = jax.ShapeDtypeStruct((1, 512, 512), dtype)
+    aot.compile_for("h100", pallas_gpu.symmetric_product, x, x)
+    (ptx,) = tmp_path.glob("*.ptx")
+    command = ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    # One step is a 128 x 128 x 64 product in instructions of 64 x 128 x 16.
+    assert len(re.findall(r"wgmma\.mma_async\S*m64n128k16", ptx.read_text())) == 2 * 4
 
 
 def estimated(n, k, block, triangle):
