@@ -33,8 +33,9 @@ def symmetric_product(
     None takes a Pallas kernel in programs compiled for a TPU (bfloat16, float32) or a Hopper GPU (bfloat16, float16)
     when n and k are at least 128, else "xla"; the platform is the one compiled for, also on a machine without it
     (`kernels_pallas.aot`, where GPUs are taken to be Hoppers). A Pallas kernel needs whole matrices: in a program that
-    `jit` partitions over several TPUs or GPUs, call this inside `jax.shard_map`, split along batch axes only, or name
-    "xla"; so too for `jax.export` to several platforms at once. With explicit sharding None is "xla".
+    `jit` partitions over several TPUs or GPUs, call this inside `jax.shard_map`, split along batch axes only. Elsewhere
+    None is "xla" under a mesh set by `jax.set_mesh`; where only the arrays know of a mesh, and in `jax.export` to
+    several platforms at once, JAX refuses the kernel: name "xla".
 
     Args:
       x: Shape (*batch, n, k), floating point.
@@ -94,11 +95,18 @@ def _choose(implementation: dispatch.Implementation, x: Array) -> Operation:
 
 def _by_platform(x: Array) -> Operation:
     """What None means: the platform is known when the program is lowered, the rest now."""
-    explicit = any(kind == jax.sharding.AxisType.Explicit for kind in jax.typeof(x).sharding.mesh.axis_types)
-    if explicit or x.size == 0 or min(x.shape[-2:]) < _SMALLEST:
+    if x.size == 0 or min(x.shape[-2:]) < _SMALLEST or _may_be_partitioned(x):
         return _XLA
     names = (("tpu", "pallas_tpu"), ("cuda", "pallas_gpu"))
     return _operation_by_platform(tuple(pair for pair in names if _unsupported(pair[1], x) is None))
+
+
+def _may_be_partitioned(x: Array) -> bool:
+    """Whether a mesh in use has axes that `jit` partitions over; those of `jax.shard_map` it leaves alone."""
+    kind = jax.sharding.AxisType
+    meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
+    axes = [axis for mesh in meshes for axis in zip(mesh.axis_types, mesh.axis_sizes, strict=True)]
+    return any(axis == kind.Explicit or (axis == kind.Auto and size > 1) for axis, size in axes)
 
 
 def _elsewhere(platform: str) -> str | None:

@@ -240,6 +240,21 @@ def test_partitioned_over_two_devices(spec):
     assert_symmetric_product(jax.device_get(call(sharded, implementation=None)), x)
 
 
+def test_kernels_only_where_nothing_is_partitioned():
+    x = rows((2, 160, 180), jnp.bfloat16)
+
+    def has_kernel(function):
+        return "platform_index" in str(jax.make_jaxpr(function)(x))
+
+    auto, one = (jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,)) for n in (2, 1))
+    assert has_kernel(symmetric_product)
+    with jax.set_mesh(one):
+        assert has_kernel(symmetric_product)
+    with jax.set_mesh(auto):
+        assert not has_kernel(symmetric_product)
+        assert has_kernel(jax.shard_map(symmetric_product, in_specs=P("x"), out_specs=P("x")))
+
+
 def test_explicit_sharding():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     x = rows((2, 160, 180))
@@ -370,6 +385,8 @@ def test_kernel_in_shard_map_compiles_for_a_mesh():
     x = jax.ShapeDtypeStruct((8, 256, 384), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
     local = jax.shard_map(symmetric_product, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
     assert "tpu_custom_call" in jax.jit(local).lower(x).compile().as_text()
+    with jax.set_mesh(mesh):  # without the shard_map: XLA's own products, partitioned
+        assert "tpu_custom_call" not in jax.jit(symmetric_product).lower(x).compile().as_text()
 
 
 @pytest.mark.aot
