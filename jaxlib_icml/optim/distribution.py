@@ -10,17 +10,19 @@ they are: their matrices are whole already.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxlib_icml.optim.matrix_specs import MatrixSpec, tensor_axes, tree_leaves
 
-__all__ = ["MatrixLayout", "map_matrices", "matrix_layout", "resolve_shardings"]
+__all__ = ["Matrices", "MatrixLayout", "map_matrices", "map_whole_matrices", "matrix_layout", "resolve_shardings"]
 
 _Axes = tuple[str, ...]
 
@@ -138,16 +140,16 @@ class _Member(NamedTuple):
 
 
 def map_matrices(
-    function: Callable[[Array], Any], arrays: Sequence[Array], layouts: Sequence[MatrixLayout | None]
+    function: Callable[[Array], Any], arrays: Sequence[Array], layouts: Sequence[MatrixLayout]
 ) -> list[Any]:
-    """Apply a function to every array of matrices, with whole matrices on single devices.
+    """Apply a function to every array of sharded matrices, with whole matrices on single devices.
 
     Args:
         function: from (*batch, rows, columns) to a tree of arrays, each (*batch, rows, columns) or, one number per
             matrix, (*batch, 1, 1). It treats matrices one by one, and transposing its argument transposes its
             results.
         arrays: batches of matrices (*batch, rows, columns), floating.
-        layouts: per array; None: call `function` on the array as it is.
+        layouts: one per array.
 
     Returns:
         The function's results, in the layouts of their arguments.
@@ -155,15 +157,91 @@ def map_matrices(
     results: list[Any] = [None] * len(arrays)
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for i, (x, layout) in enumerate(zip(arrays, layouts, strict=True)):
-        if layout is None:
-            results[i] = function(x)
-        else:
-            groups[layout.mesh, layout.batch_axes, tuple(sorted(x.shape[-2:])), x.dtype].append(i)
+        groups[layout.mesh, layout.batch_axes, tuple(sorted(x.shape[-2:])), x.dtype].append(i)
     for members in groups.values():
-        outs = _map_group(function, [arrays[i] for i in members], [layouts[i] for i in members])  # type: ignore[misc]
+        outs = _map_group(function, [arrays[i] for i in members], [layouts[i] for i in members])
         for i, out in zip(members, outs, strict=True):
             results[i] = out
     return results
+
+
+class Matrices(NamedTuple):
+    """A batch of matrices that is made when it is needed.
+
+    Attributes:
+        shape: (*batch, rows, columns).
+        dtype: theirs.
+        take: from an index into the flattened batch to that matrix, from None to all of them, (n, rows, columns).
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    take: Callable[[Array | None], Array]
+
+    @property
+    def total(self) -> int:
+        """The number of matrices, n."""
+        return math.prod(self.shape[:-2])
+
+
+def map_whole_matrices(
+    function: Callable[[Array], Any], batches: Sequence[Matrices], *, whole: bool | None = None
+) -> list[Any]:
+    """Apply a function to batches of matrices, leaving it to the compiler where they lie.
+
+    Accelerators take all single matrices of one shape at once. On CPUs batched products are slower than single ones,
+    and one loop over the matrices of a shape compiles faster and needs less memory than a program that repeats itself
+    for each.
+
+    Args:
+        function: as in `map_matrices`, without the demand on transposes.
+        batches: the matrices.
+        whole: the batch axes are known not to be sharded, so that a loop may run over them. Default: there is only
+            one device.
+
+    Returns:
+        The function's results, one tree per batch.
+    """
+    results: list[Any] = [None] * len(batches)
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for i, batch in enumerate(batches):
+        groups[batch.shape[-2:], batch.dtype, i if len(batch.shape) > 2 else None].append(i)
+    whole = jax.device_count() == 1 if whole is None else whole
+    for (_, _, batched), members in groups.items():
+        outs = _map_shape(function, [batches[i] for i in members], loop=whole or batched is None)
+        first = 0
+        for i in members:
+            shape, stop = batches[i].shape[:-2], first + batches[i].total
+            pick = slice(first, stop)
+            results[i] = jax.tree.map(lambda o, pick=pick, shape=shape: o[pick].reshape(*shape, *o.shape[1:]), outs)
+            first = stop
+    return results
+
+
+def _map_shape(function: Callable[[Array], Any], batches: list[Matrices], loop: bool) -> Any:
+    """The function of all matrices of one shape, in order: arrays (n, ...); CPUs may loop."""
+    counts = [batch.total for batch in batches]
+    total = sum(counts)
+
+    def at_once() -> Any:
+        stacks = [batch.take(None) for batch in batches]
+        return function(stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks))
+
+    def one_by_one() -> Any:
+        owner = jnp.asarray(np.repeat(np.arange(len(counts)), counts))
+        number = jnp.asarray(np.concatenate([np.arange(count) for count in counts]))
+
+        def matrix(i: Array) -> Any:
+            return function(lax.switch(owner[i], [batch.take for batch in batches], number[i]))
+
+        return lax.map(matrix, jnp.arange(total))
+
+    if total == 0 or not loop:
+        return at_once()
+    if total == 1:
+        (batch,) = (batch for batch in batches if batch.total)
+        return jax.tree.map(lambda x: x[None], function(batch.take(None)[0]))
+    return lax.platform_dependent(cpu=one_by_one, default=at_once)
 
 
 def _map_group(function: Callable[[Array], Any], arrays: list[Array], layouts: list[MatrixLayout]) -> list[Any]:
@@ -191,7 +269,8 @@ def _map_group(function: Callable[[Array], Any], arrays: list[Array], layouts: l
             part = deal.gather(stack, subgroup[0].layout)
             part = jnp.swapaxes(part, -1, -2) if tall else part
             whole = part if whole is None else whole + part  # every slot is zero in all parts but one
-        out = function(whole)
+        local_matrices = Matrices(whole.shape, whole.dtype, partial(_take, whole))
+        (out,) = map_whole_matrices(function, [local_matrices], whole=True)
         results: list[Any] = [None] * len(members)
         for (_, _, tall), subgroup in placements.items():
 
@@ -229,6 +308,10 @@ def _by_placement(members: list[_Member]) -> dict[Any, list[_Member]]:
     return groups
 
 
+def _take(x: Array, index: Array | None) -> Array:
+    return x if index is None else lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
 class _Deal:
     """Slots for `total` matrices: `per_device` on each device, in the order of `rest`, then `dealt`.
 
@@ -250,7 +333,7 @@ class _Deal:
         """Pieces of matrices (*batch, r, c), in their slots (slots, r, c); zero elsewhere."""
         pieces, filled = [], 0
         for array, first in zip(arrays, firsts, strict=True):
-            x = array.reshape(-1, *array.shape[-2:])
+            x = array.reshape(math.prod(array.shape[:-2]), *array.shape[-2:])
             if first > filled:
                 pieces.append(jnp.zeros((first - filled, *x.shape[1:]), x.dtype))
             pieces.append(x)
@@ -294,6 +377,6 @@ class _Deal:
             for i, axis in enumerate(self.dealt):
                 if axis not in position:
                     x = jnp.broadcast_to(jnp.expand_dims(x, i), (*x.shape[:i], self.mesh.shape[axis], *x.shape[i:]))
-            x = x.reshape(-1, r, c)
+            x = x.reshape(self.devices * self.per_device, r, c)
             x = lax.all_to_all(x, self.dealt, split_axis=0, concat_axis=0, tiled=True)
         return lax.all_gather(x, self.rest, tiled=True) if self.rest else x

@@ -90,7 +90,8 @@ def to_matrices(x: Shaped[Array, "..."], spec: MatrixSpec) -> tuple[Shaped[Array
     axes = tensor_axes(spec, x.shape)
     shape = [x.shape[i] for i in axes.batch]
     x = jnp.transpose(x, axes.batch + axes.rows + axes.cols)
-    matrix = x.reshape(*shape, _size(x, len(axes.batch), len(axes.rows)), -1)
+    rows, columns = _size(x, len(axes.batch), len(axes.rows)), _size(x, x.ndim - len(axes.cols), len(axes.cols))
+    matrix = x.reshape(*shape, rows, columns)
     if spec.split is None:
         return (matrix,)
     edges = [sum(spec.split[:i]) for i in range(1, len(spec.split))]

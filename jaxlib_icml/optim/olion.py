@@ -22,13 +22,12 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int8, Int32
 
-from jaxlib_icml.optim.distribution import MatrixLayout, map_matrices, matrix_layout, resolve_shardings
+from jaxlib_icml.optim._matrix_rule import MatrixRule, Scalar, at, scale_by_matrix_rule, wide_dtype
+from jaxlib_icml.optim.distribution import resolve_shardings
 from jaxlib_icml.optim.matrix_specs import (
     MatrixSpec,
     default_weight_decay_mask,
-    from_matrices,
     resolve_matrix_specs,
-    to_matrices,
     tree_leaves,
 )
 from jaxlib_icml.optim.orthogonalize import as_static_integer, check_orthogonalizer, orthogonalize, product_dtype
@@ -36,9 +35,6 @@ from jaxlib_icml.optim.orthogonalize import as_static_integer, check_orthogonali
 __all__ = ["MuonDirectionState", "ScaleByOlionState", "muon_direction", "olion", "scale_by_olion"]
 
 _NAN = -128  # in `ScaledSigns`
-
-Scalar = ArrayLike | Callable[..., Any]
-"""A number, a scalar array (possibly traced), or a schedule from the step count to one."""
 
 
 class ScaleByOlionState(NamedTuple):
@@ -142,8 +138,8 @@ def scale_by_olion(
     def finish(signs: ScaledSigns, count: Array) -> Array:
         return signs.expand()
 
-    return _scale_by_matrix_rule(
-        _MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, ScaleByOlionState
+    return scale_by_matrix_rule(
+        MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, ScaleByOlionState
     )
 
 
@@ -271,81 +267,12 @@ def muon_direction(
         return q if exact else q.astype(product_dtype(q.dtype, ns_dtype))  # loses nothing, halves what travels
 
     def finish(q: Array, count: Array) -> Array:
-        wide = _wide(q.dtype)
+        wide = wide_dtype(q.dtype)
         return at(rms_target, count, wide) * math.sqrt(max(q.shape[-2:])) * q.astype(wide)
 
-    return _scale_by_matrix_rule(
-        _MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, MuonDirectionState
+    return scale_by_matrix_rule(
+        MatrixRule(mix, project, finish), mu_dtype, matrix_specs, param_shardings, MuonDirectionState
     )
-
-
-class _MatrixRule(NamedTuple):
-    """An update that treats matrices one by one, in three parts; every part also gets the step count.
-
-    Attributes:
-        mix: entrywise, from gradient and momentum to the new momentum and the matrix to project.
-        project: of whole matrices, to a tree of small arrays (see `map_matrices`): what has to travel.
-        finish: entrywise, from these to the update.
-    """
-
-    mix: Callable[[Array, Array, Array], tuple[Array, Array]]
-    project: Callable[[Array, Array], Any]
-    finish: Callable[[Any, Array], Array]
-
-
-def _scale_by_matrix_rule(
-    rule: _MatrixRule, mu_dtype: DTypeLike | None, matrix_specs: Any, param_shardings: Any, make_state: type
-) -> optax.GradientTransformation:
-    """Momentum, then a function of each matrix.
-
-    Leaf by leaf where leaves are whole: stacking leaves of equal shape is slower on CPUs.
-    """
-
-    def init(params: Any) -> Any:
-        specs = resolve_matrix_specs(matrix_specs, params)
-        resolve_shardings(param_shardings, params)
-        mu = [
-            optax.MaskedNode()
-            if specs[leaf.parts] is None
-            else jnp.zeros_like(leaf.value, dtype=_wide(leaf.value.dtype) if mu_dtype is None else mu_dtype)
-            for leaf in tree_leaves(params)
-        ]
-        return make_state(jnp.zeros([], jnp.int32), jax.tree.unflatten(jax.tree.structure(params), mu))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        treedef: Any = jax.tree.structure(updates)
-        specs = resolve_matrix_specs(matrix_specs, updates if params is None else params)
-        shardings = resolve_shardings(param_shardings, updates if params is None else params)
-        leaves = list(tree_leaves(updates))
-        targets = [leaf.value for leaf in leaves] if params is None else treedef.flatten_up_to(params)
-        moments = treedef.flatten_up_to(state.mu)
-        directions = [leaf.value for leaf in leaves]
-
-        arrays: list[Array] = []
-        layouts: list[MatrixLayout | None] = []
-        blocks_of: dict[int, range] = {}
-        for i, leaf in enumerate(leaves):
-            if (spec := specs[leaf.parts]) is None:
-                continue
-            mu, wide = moments[i], _wide(moments[i].dtype)
-            new_mu, mixed = rule.mix(leaf.value.astype(wide), mu.astype(wide), state.count)
-            moments[i] = new_mu.astype(mu.dtype)
-            blocks = to_matrices(mixed.astype(wide), spec)
-            blocks_of[i] = range(len(arrays), len(arrays) + len(blocks))
-            arrays += blocks
-            shape, sharding = leaf.value.shape, shardings[leaf.parts]
-            layouts += [matrix_layout(sharding, shape, spec, block.shape) for block in blocks]
-
-        projected = map_matrices(lambda matrix: rule.project(matrix, state.count), arrays, layouts)
-        for i, numbers in blocks_of.items():
-            finished = [rule.finish(projected[j], state.count) for j in numbers]
-            spec = specs[leaves[i].parts]
-            assert spec is not None
-            directions[i] = from_matrices(finished, directions[i].shape, spec).astype(targets[i].dtype)
-        count = optax.safe_increment(state.count)
-        return treedef.unflatten(directions), make_state(count, treedef.unflatten(moments))
-
-    return optax.GradientTransformation(init, update)
 
 
 def olion(
@@ -478,16 +405,6 @@ def olion(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def at(value: Any, count: Array, dtype: DTypeLike | None = None) -> Any:
-    """A scalar at a step: schedules are called, arrays cast, Python numbers kept in double precision."""
-    value = value(count) if callable(value) else value
-    return value.astype(dtype) if dtype is not None and hasattr(value, "astype") else value
-
-
-def _wide(dtype: DTypeLike) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _check(name: str, value: Any, low: int | float, high: int | float, *, closed: bool = True) -> None:
     """Concrete scalars in [low, high), or (low, high) when not closed; None, schedules and tracers pass."""
     if value is None or callable(value) or isinstance(value, jax.core.Tracer):
@@ -531,7 +448,7 @@ def _cast_half(tree: Any) -> Any:
     """float16 and bfloat16 leaves in float32, all others as they are."""
 
     def cast(x: Any) -> Any:
-        return x.astype(_wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        return x.astype(wide_dtype(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
 
