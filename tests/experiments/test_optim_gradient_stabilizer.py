@@ -1,5 +1,7 @@
 """The arms and the measurements of the GradientStabilizer experiment."""
 
+from dataclasses import asdict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,15 @@ def test_quantized_model_trains_all_its_matrices():
     windows = byte_lm.draw_batches(np.arange(256, dtype=np.uint8), 0, 1, 4, 16)[0]
     gradients = jax.jit(jax.grad(model.loss))(model.init(0), windows)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
+
+
+def test_half_precision_computes_in_float16_and_keeps_float32_weights():
+    from jaxlib_icml.lm import Transformer
+
+    model = Transformer(experiment.HalfPrecision(**asdict(byte_lm.SMOKE_MODEL)), rngs=nnx.Rngs(0))
+    hidden = nnx.jit(lambda m, tokens: m(tokens).hidden)(model, jnp.zeros((1, 4), jnp.int32))
+    assert hidden.dtype == jnp.float16
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
 
 
 def test_measurements_are_differences_of_the_best_and_count_failures_as_infinite():
