@@ -378,8 +378,8 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
             axis.plot(places, means, style, ms=4, lw=1.3, color=COLOURS[arm], label=arm)
         if logarithmic:
             axis.set(xscale="log", xlabel="peak learning rate")
-        else:
-            axis.set_xticks(places, [f"{value:g}" for value in grid])
+        axis.set_xticks(places, [f"{value:g}" for value in grid], fontsize=8)
+        axis.minorticks_off()
     for axis, quantity in ((norm, "norm"), (length, "length")):
         for arm, series in data["around_spike"].items():
             if quantity in series:
@@ -394,7 +394,7 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
         (spike, "One corrupted batch, rate 0.003", ""),
         (fp16, "FP16 with dynamic loss scaling", "validation loss, nats per byte"),
         (norm, "Global gradient norm, before any protection", ""),
-        (length, "Length that GradientStabilizer gives, mean over leaves", ""),
+        (length, "Length after GradientStabilizer, mean over leaves", ""),
     ):
         axis.set_title(title, fontsize=10)
         axis.set_ylabel(label)
