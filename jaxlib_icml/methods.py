@@ -42,7 +42,7 @@ METHODS: tuple[Method, ...] = (
         paper="GradientStabilizer: Fix the Norm, Not the Gradient",
         arxiv="2502.17055",
         experiment="optim/gradient_stabilizer",
-        status="complete transformation; beats no protection in FP4, FP16 and under L2, close to norm clipping in FP4",
+        status="complete transformation; beats no protection in FP4, FP16 and under L2; AGC does better in FP4",
     ),
     Method(
         name="optim/olion",

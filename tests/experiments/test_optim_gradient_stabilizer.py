@@ -152,6 +152,7 @@ def test_measurements_are_differences_of_the_best_and_count_failures_as_infinite
         loss, {"none": [0, 2], "GS": [0, 1]}, {"none": [0.5], "norm clip": [1.0], "GS": [0.9]}
     )
     expected = {
+        "fp4_below_best": -0.1,
         "fp4_below_clip": -0.1,
         "fp4_below_none": -0.3,
         "fp4_range_clip": -0.1,
