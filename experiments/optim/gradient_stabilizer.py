@@ -377,7 +377,7 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
             axis.plot(places, means, style, ms=4, lw=1.3, color=COLOURS[arm], label=arm)
         if logarithmic:
             axis.set(xscale="log", xlabel="peak learning rate")
-        axis.set_xticks(places, [f"{value:g}" for value in grid], fontsize=8)
+        axis.set_xticks(places, [f"{value:g}" for value in grid], fontsize=8, rotation=60 * logarithmic)
         axis.minorticks_off()
     for axis, quantity in ((norm, "norm"), (length, "length")):
         for arm, series in data["around_spike"].items():
