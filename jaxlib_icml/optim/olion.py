@@ -380,6 +380,12 @@ def olion(
         decay = optax.add_decayed_weights(weight_decay, mask=_by_path(decays))
         rate = learning_rate if fallback_learning_rate is None else fallback_learning_rate
         if fallback is None:
+            for leaf in tree_leaves(params):
+                dtype = jnp.result_type(leaf.value)
+                if not jnp.issubdtype(dtype, jnp.inexact):
+                    raise ValueError(
+                        f"leaf {leaf.path!r} has dtype {dtype}; AdamW needs floating point or complex leaves"
+                    )
             adamw = optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=weight_decay, mask=_by_path(decays))
             rest = _in_float32(adamw)
         else:

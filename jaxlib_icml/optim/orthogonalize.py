@@ -332,8 +332,8 @@ def truncated_svd(z: Float[Array, "*batch rows columns"]) -> TruncatedSVD:
         A `TruncatedSVD`.
     """
     u, sigma, vt = jnp.linalg.svd(z, full_matrices=False)
-    kept = (sigma > max(z.shape[-2:]) * jnp.finfo(z.dtype).eps * sigma[..., :1]).astype(z.dtype)
-    # Products, not `where`: NaN singular vectors must stay NaN although NaN > cutoff is false.
+    # Not `sigma > cutoff`: NaN singular values count as kept, and so stay NaN.
+    kept = (~(sigma <= max(z.shape[-2:]) * jnp.finfo(z.dtype).eps * sigma[..., :1])).astype(z.dtype)
     return TruncatedSVD(u * kept[..., None, :], sigma * kept, vt, kept)
 
 
