@@ -78,8 +78,9 @@ def test_float64_stays_float64():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from(sorted(FORMATS)), st.integers(-120, 120), st.integers(0, 1000))
+@given(st.sampled_from(sorted(FORMATS)), st.integers(-100, 120), st.integers(0, 1000))
 def test_error_is_at_most_half_a_step(fmt, power, seed):
+    """Down to 2^-100: at smaller scales some steps are subnormal numbers, which XLA flushes to zero."""
     x = np.ldexp(normal((4, 50), seed), power)
     out = np.asarray(compiled(fmt, axis=1)(x), np.float64)
     grid = FORMATS[fmt]
