@@ -89,7 +89,7 @@ def run(context: Context) -> BenchmarkOutcome:
         "without": lambda: training.steps(every, False),
         "with": lambda: training.steps(every, True),
     }
-    times["stretch"] = paired_times(stretches, repeats=context.pick(smoke=3, laptop=7, full=21), warmup=1)
+    times["stretch"] = paired_times(stretches, repeats=context.pick(smoke=3, laptop=3, full=21), warmup=1)
     call = times["single"].speedup("step", over="call")
     amortised = Ratio(*(1 + x / every for x in (call.median, call.lower, call.upper)))
     return BenchmarkOutcome(
