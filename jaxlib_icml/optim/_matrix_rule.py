@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
@@ -19,6 +18,7 @@ from jaxlib_icml.optim.distribution import (
     map_whole_matrices,
     matrix_layout,
     resolve_shardings,
+    take_matrix,
 )
 from jaxlib_icml.optim.matrix_specs import from_matrices, resolve_matrix_specs, to_matrices, tree_leaves
 
@@ -92,8 +92,7 @@ def scale_by_matrix_rule(
             return rule.mix(g.astype(wide), mu.astype(wide), state.count)
 
         def mixed(g: Array, mu: Array, index: Array | None) -> Array:
-            g, mu = (x if index is None else lax.dynamic_index_in_dim(x, index, keepdims=False) for x in (g, mu))
-            return mix(g, mu)[1]
+            return mix(take_matrix(g, index), take_matrix(mu, index))[1]
 
         whole: list[Matrices] = []
         cut: list[tuple[Array, MatrixLayout]] = []

@@ -269,7 +269,7 @@ def _map_group(function: Callable[[Array], Any], arrays: list[Array], layouts: l
             part = deal.gather(stack, subgroup[0].layout)
             part = jnp.swapaxes(part, -1, -2) if tall else part
             whole = part if whole is None else whole + part  # every slot is zero in all parts but one
-        local_matrices = Matrices(whole.shape, whole.dtype, partial(_take, whole))
+        local_matrices = Matrices(whole.shape, whole.dtype, partial(take_matrix, whole))
         (out,) = map_whole_matrices(function, [local_matrices], whole=True)
         results: list[Any] = [None] * len(members)
         for (_, _, tall), subgroup in placements.items():
@@ -308,7 +308,8 @@ def _by_placement(members: list[_Member]) -> dict[Any, list[_Member]]:
     return groups
 
 
-def _take(x: Array, index: Array | None) -> Array:
+def take_matrix(x: Array, index: Array | None) -> Array:
+    """Matrix number `index` of a stack (n, rows, columns), or the stack."""
     return x if index is None else lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 

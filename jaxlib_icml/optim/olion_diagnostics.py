@@ -88,13 +88,13 @@ def _diagnose(g: Float[Array, "*batch d1 d2"], used: Float[Array, "*batch d1 d2"
     rank = jnp.maximum(jnp.sum(kept, axis=-1), 1)
     q1 = jnp.sum(jnp.abs(q), axis=(-2, -1))
     alpha = jnp.sum(sigma, axis=-1) / rank
-    isotropy = _ratio(jnp.sqrt(rank) * _norm(m - kept * (q1 / rank)[..., None]), q1)
-    spread = _ratio(_norm(sigma - kept * alpha[..., None]), alpha * jnp.sqrt(rank))
+    isotropy = ratio_or_zero(jnp.sqrt(rank) * _norm(m - kept * (q1 / rank)[..., None]), q1)
+    spread = ratio_or_zero(_norm(sigma - kept * alpha[..., None]), alpha * jnp.sqrt(rank))
     top = jnp.linalg.svd(used, compute_uv=False)[..., 0]
     return {
         "isotropy": isotropy,
         "spread": spread,
-        "descent": _ratio(alpha * q1 * (1 - isotropy * spread), _norm(sigma)),
+        "descent": ratio_or_zero(alpha * q1 * (1 - isotropy * spread), _norm(sigma)),
         "sign_spectral_norm": top / max(g.shape[-2:]) ** 0.5,
         # The products with zero let NaN through, which compares unequal to everything.
         "sign_agreement": jnp.mean((used == s) + 0 * used, axis=(-2, -1)),
@@ -106,5 +106,6 @@ def _norm(x: Float[Array, "*batch k"]) -> Float[Array, "*batch"]:
     return jnp.sqrt(jnp.sum(x * x, axis=-1))
 
 
-def _ratio(x: Float[Array, "*batch"], y: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+def ratio_or_zero(x: Float[Array, "*batch"], y: Float[Array, "*batch"]) -> Float[Array, "*batch"]:
+    """x / y; where y is zero, x, which is zero there too."""
     return x / jnp.where(y == 0, 1, y)

@@ -9,6 +9,7 @@ textbook:
   float16 entries near 6e4 do not overflow, entries near 1e-20 do not underflow, and power-of-two rescaling
   changes no bit of the result;
 * `gram` runs the same polynomial on the smaller Gram matrix, which is cheaper from aspect ratio two on;
+* products that are symmetric are computed by one triangle, where matrices are large enough for that to pay;
 * the number of steps may be a traced integer.
 """
 

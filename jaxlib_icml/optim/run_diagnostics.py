@@ -18,6 +18,7 @@ from jaxlib_icml.optim._arguments import ScalarOrSchedule, check_range, scalar_a
 from jaxlib_icml.optim.gradient_stabilizer import StabilizerState, stabilizer_metrics
 from jaxlib_icml.optim.matrix_specs import MatrixSpec, resolve_matrix_specs, to_matrices, tree_leaves
 from jaxlib_icml.optim.olion import ScaleByOlionState
+from jaxlib_icml.optim.olion_diagnostics import ratio_or_zero
 from jaxlib_icml.optim.orthogonalize import check_orthogonalizer, orthogonalize, truncated_svd, unit_frobenius
 
 __all__ = ["RunMetrics", "find_states", "olion_run_metrics", "stabilizer_run_metrics"]
@@ -197,16 +198,12 @@ def _measure(
     q1, alpha = jnp.sum(jnp.abs(q)), jnp.sum(sigma) / rank
     nothing = 0 * jnp.sum(signs)  # NaN where a comparison hides it
     figures = {
-        "isotropy": _ratio(jnp.sqrt(rank) * jnp.linalg.norm(m - kept * (q1 / rank)), q1),
-        "spread": _ratio(jnp.linalg.norm(sigma - kept * alpha), alpha * jnp.sqrt(rank)),
+        "isotropy": ratio_or_zero(jnp.sqrt(rank) * jnp.linalg.norm(m - kept * (q1 / rank)), q1),
+        "spread": ratio_or_zero(jnp.linalg.norm(sigma - kept * alpha), alpha * jnp.sqrt(rank)),
         "sign_agreement": jnp.mean(signs == exact),
         "zero_share": jnp.mean(signs == 0),
     }
     return {name: (value + nothing).astype(jnp.float32) for name, value in figures.items()}
-
-
-def _ratio(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    return x / jnp.where(y == 0, 1, y)
 
 
 def stabilizer_run_metrics(
