@@ -170,7 +170,8 @@ class Trainer:
 
         Returns:
           `losses` and raw gradient `norms` (steps,), `validation` (nats per byte), final `params`, and what `watch`
-          (steps, ...) and `probe` (segments, ...) kept; with loss scaling `skipped`, the number of steps left out.
+          (steps, ...) and `probe` (segments, ...) kept; `skipped`, the number of steps with non-finite gradients, which
+          loss scaling leaves out.
         """
         steps = batches.shape[0]
         shape = warmup_cosine(steps)

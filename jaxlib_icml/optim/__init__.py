@@ -3,7 +3,7 @@
 Imported eagerly, so that `jaxlib_icml.optim.olion` is the function and not the module of the same name.
 """
 
-from jaxlib_icml.optim.clipping import ZClipState, agc, value_clip, zclip
+from jaxlib_icml.optim.clipping import SpamState, ZClipState, agc, scale_by_spam, value_clip, zclip
 from jaxlib_icml.optim.gradient_stabilizer import (
     StabilizerMetrics,
     StabilizerState,
@@ -50,6 +50,7 @@ __all__ = [
     "MuonDirectionState",
     "RunMetrics",
     "ScaleByOlionState",
+    "SpamState",
     "StabilizerMetrics",
     "StabilizerState",
     "ZClipState",
@@ -68,6 +69,7 @@ __all__ = [
     "recovery_steps",
     "resolve_matrix_specs",
     "scale_by_olion",
+    "scale_by_spam",
     "stabilizer_bound",
     "stabilizer_metrics",
     "stabilizer_run_metrics",

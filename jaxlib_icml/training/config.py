@@ -101,7 +101,7 @@ class TrainConfig:
     evaluate_every: int = 200
     """Steps between evaluations on a part of the held-out text; 0: only at the end."""
     diagnose_every: int = 100
-    """Steps between records of the optimizer's state of health (isotropy, signs, spikes); 0: none."""
+    """Steps between looks at OLion's momentum (isotropy, signs); 0: none."""
     checkpoint_every: int = 500
     """Steps between checkpoints; 0: only at the end."""
     keep_checkpoints: int = 2

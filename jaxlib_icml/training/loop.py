@@ -18,10 +18,8 @@ from jaxlib_icml.lm.ngram import WittenBellNGram
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxlib_icml.optim import (
     ScaleByOlionState,
-    StabilizerState,
     find_states,
     olion_run_metrics,
-    stabilizer_run_metrics,
 )
 from jaxlib_icml.training.checkpoints import Checkpointer
 from jaxlib_icml.training.config import TrainConfig
@@ -33,7 +31,7 @@ from jaxlib_icml.training.metrics import MetricsWriter, SpikeDetector, plot_loss
 from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
 from jaxlib_icml.training.progress import Progress, Reporter
 from jaxlib_icml.training.runs import RunFolder, abstract_arrays, model_config, write_text
-from jaxlib_icml.training.step import TrainProgram, TrainState, make_train_program
+from jaxlib_icml.training.step import StepMetrics, TrainProgram, TrainState, make_train_program
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NGRAM_ORDERS = (4, 6)
@@ -84,9 +82,9 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
 
     The run folder gets `config.json`, `tokenizer/`, `checkpoints/`, `metrics.jsonl`, TensorBoard events, `loss.png`,
     `samples.txt` and, when the run is over, `result.json`. A folder that already holds the same run is continued from
-    its newest checkpoint. Every `diagnose_every` steps a record of `metrics.jsonl` also says how the optimizer fares:
-    `olion_*`, means over four of its matrices, others each time (`olion_run_metrics`), and `stabilizer_*`, this step's
-    norms and spikes (`stabilizer_run_metrics`).
+    its newest checkpoint. `metrics.jsonl` also says how the optimizer fares: `stabilizer_*`, every step's norms and
+    spikes (`stabilizer_run_metrics`), and `olion_*`, every `diagnose_every` steps, means over four of its matrices,
+    others each time (`olion_run_metrics`).
 
     Args:
       config: the whole run.
@@ -249,10 +247,9 @@ class _Run:
                     break
                 batch = self._place(next(self.loader))
                 rate = learning_rate_at(config.optimizer, step, fraction)
-                diagnosis = _Diagnosis.of(config, step + 1, state)
                 state, step_metrics = self.program.step(state, batch, rate)
                 step += 1
-                record.add(step, fraction, elapsed, step_metrics, diagnosis and diagnosis.figures(state))
+                record.add(step, fraction, elapsed, step_metrics, _olion_figures(config, step, state))
                 if config.evaluate_every and step % config.evaluate_every == 0 and monitor:
                     bits = self._held_out_bits(nnx.merge_state(state.params, state.rest), monitor, monitor_bytes)
                     metrics.write(step, {"monitor_bits_per_byte": bits})
@@ -329,38 +326,14 @@ class _Run:
         return [self.tokenizer.decode(np.concatenate([prompt, row[:n]])) for prompt, row, n in rows]
 
 
-@jax.jit
-def _stabilizer_summary(before: StabilizerState, after: StabilizerState) -> dict[str, jax.Array]:
-    return stabilizer_run_metrics(before, after).summary
-
-
-class _Diagnosis(NamedTuple):
-    """What the optimizer's state says about one step; reads it and changes nothing."""
-
-    number: int
-    has_olion: bool
-    stabilizer: StabilizerState | None
-    """From before the step, which donates its buffers."""
-
-    @classmethod
-    def of(cls, config: TrainConfig, step: int, state: TrainState) -> "_Diagnosis | None":
-        """The diagnosis of the step about to be taken; None if it is not due."""
-        if not config.diagnose_every or step % config.diagnose_every:
-            return None
-        before = find_states(state.opt_state, StabilizerState)
-        has_olion = bool(find_states(state.opt_state, ScaleByOlionState))
-        return cls(step // config.diagnose_every - 1, has_olion, jax.device_get(before[0]) if before else None)
-
-    def figures(self, state: TrainState) -> dict[str, Any]:
-        """Names and values after the step."""
-        found: dict[str, Any] = {}
-        if self.has_olion:
-            summary = olion_run_metrics(state.opt_state, state.params, call=self.number).summary
-            found |= {f"olion_{name}": value for name, value in summary.items()}
-        if self.stabilizer is not None:
-            summary = _stabilizer_summary(self.stabilizer, find_states(state.opt_state, StabilizerState)[0])
-            found |= {f"stabilizer_{name}": value for name, value in summary.items()}
-        return found
+def _olion_figures(config: TrainConfig, step: int, state: TrainState) -> dict[str, Any]:
+    """Names and values to log after `step` about OLion's momentum; none where they are not due."""
+    due = config.diagnose_every and step % config.diagnose_every == 0
+    if not due or not find_states(state.opt_state, ScaleByOlionState):
+        return {}
+    call = step // config.diagnose_every - 1
+    summary = olion_run_metrics(state.opt_state, state.params, call=call).summary
+    return {f"olion_{name}": value for name, value in summary.items()}
 
 
 class _StepRecorder:
@@ -369,11 +342,11 @@ class _StepRecorder:
     def __init__(self, config: TrainConfig, metrics: MetricsWriter, reporter: Reporter):
         self._config, self._metrics, self._reporter = config, metrics, reporter
         self._spikes = SpikeDetector()
-        self._pending: tuple[int, float, float, Any, Any] | None = None
+        self._pending: tuple[int, float, float, StepMetrics, dict[str, Any]] | None = None
         self._last_time: float | None = None
         self._speed: float | None = None
 
-    def add(self, step: int, fraction: float, elapsed: float, metrics: Any, more: Any = None) -> None:
+    def add(self, step: int, fraction: float, elapsed: float, metrics: StepMetrics, more: dict[str, Any]) -> None:
         """Take a step that has just been started, and further figures for its record."""
         self.flush()
         self._pending = (step, fraction, elapsed, metrics, more)
@@ -384,7 +357,9 @@ class _StepRecorder:
             return
         step, fraction, elapsed, metrics, more = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in {**metrics._asdict(), **(more or {})}.items()}
+        figures = metrics._asdict()
+        figures |= {f"stabilizer_{name}": value for name, value in figures.pop("stabilizer").items()}
+        values = {name: float(value) for name, value in {**figures, **more}.items()}
         now = time.perf_counter()
         if self._last_time is not None:
             speed = values["tokens"] / (now - self._last_time)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlib_icml.lm import LMConfig, LossAux, Transformer, loss_fn, split_model
 from jaxlib_icml.moe import RoutingStats
+from jaxlib_icml.optim import StabilizerState, find_states, stabilizer_run_metrics
 from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated, state_shardings
 
 Batch = dict[str, Array]
@@ -35,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one step, float32."""
+    """Figures of one step, float32 scalars."""
 
     loss: Float[Array, ""]
     """Mean negative log-likelihood in nats per target, without auxiliary terms."""
@@ -48,6 +49,9 @@ class StepMetrics(NamedTuple):
     """Worst (load / mean load - 1) over layers and experts; 0 for dense models."""
     finite: Float[Array, ""]
     """1, or 0 when the step was skipped."""
+    stabilizer: dict[str, Float[Array, ""]]
+    """Ratio of stabilised to raw norms, spikes and skipped units (`stabilizer_run_metrics`); empty without a
+    GradientStabilizer."""
 
 
 class TrainProgram(NamedTuple):
@@ -111,7 +115,9 @@ def make_train_program(
             rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux.routing)
             return state._replace(params=params, rest=rest, opt_state=opt_state)
 
+        before = state.opt_state
         state = jax.lax.cond(finite, apply, lambda state: state, state)
+        stabilized = len(find_states(before, StabilizerState)) == 1
         state = state._replace(step=state.step + 1, skipped=state.skipped + ~finite)
         violation = 0.0 if aux.routing is None else jnp.max(aux.routing.max_violation)
         metrics = StepMetrics(
@@ -121,6 +127,7 @@ def make_train_program(
             tokens=aux.weight_sum,
             max_violation=jnp.asarray(violation, jnp.float32),
             finite=finite.astype(jnp.float32),
+            stabilizer=stabilizer_run_metrics(before, state.opt_state).summary if stabilized else {},
         )
         return state, metrics
 

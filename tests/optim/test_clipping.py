@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxlib_icml.optim import agc, value_clip, zclip
+from jaxlib_icml.optim import agc, scale_by_spam, value_clip, zclip
 
 
 def zclip_float64(norms, alpha=0.97, z=2.5, warmup=25, eps=1e-6):
@@ -76,12 +76,57 @@ def test_value_clip_and_agc_are_those_of_optax():
     assert agc is optax.adaptive_grad_clip
 
 
+def spam_float64(gradients, b1, b2, eps, threshold, reset_every, warmup):
+    """The updates, step by step."""
+    out, m, v = [], np.zeros(gradients.shape[1]), np.zeros(gradients.shape[1])
+    for step, g in enumerate(gradients):
+        since = step % reset_every
+        if since == 0:
+            m, v = 0 * m, 0 * v
+        elif step:
+            spikes = (v > 0) & (g**2 > threshold * v)
+            g = np.where(spikes, np.sign(g) * np.sqrt(threshold * v), g)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+        update = (m / (1 - b1 ** (since + 1))) / (np.sqrt(v / (1 - b2 ** (since + 1))) + eps)
+        if step >= reset_every and since + 1 < warmup:
+            update = update * (1 - math.cos(math.pi * (since + 1) / warmup)) / 2
+        out.append(update)
+    return np.array(out)
+
+
+@pytest.mark.parametrize(("reset_every", "warmup"), [(7, 3), (7, 0), (1000, 300), (1, 0)])
+def test_spam_follows_its_definition(reset_every, warmup):
+    gradients = np.random.default_rng(0).normal(size=(30, 4))
+    gradients[:, 3] = 0.0
+    gradients[[3, 18]] *= 1e3
+    gradients[20, 3] = 2.0  # the first of its kind: nothing to compare it with
+    options = {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "threshold": 100.0, "reset_every": reset_every, "warmup": warmup}
+    tx = scale_by_spam(**options)
+    state = tx.init(jnp.zeros(4))
+    _, out = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, jnp.asarray(gradients, jnp.float32))
+    np.testing.assert_allclose(out, spam_float64(gradients, **options), rtol=2e-4, atol=1e-6)
+
+
+def test_spam_without_spikes_and_resets_is_adam():
+    ours, adam = scale_by_spam(threshold=math.inf, reset_every=10**6), optax.scale_by_adam()
+    gradients = jax.random.normal(jax.random.key(0), (20, 3))
+    results = [
+        jax.lax.scan(lambda s, g, tx=tx: tx.update(g, s)[::-1], tx.init(jnp.zeros(3)), gradients)[1]
+        for tx in (ours, adam)
+    ]
+    np.testing.assert_allclose(*results, rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: zclip(alpha=1.0), r"alpha must be in \[0, 1\), got 1.0"),
         (lambda: zclip(z=0.0), "z must be positive"),
         (lambda: zclip(warmup=0), "warmup must be at least 1"),
+        (lambda: scale_by_spam(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
+        (lambda: scale_by_spam(threshold=0.0), "threshold must be positive"),
+        (lambda: scale_by_spam(reset_every=10, warmup=10), "warmup must be at least 0 and below reset_every"),
+        (lambda: scale_by_spam().init({"n": jnp.ones(2, jnp.int32)}), "int32 at n"),
         (lambda: value_clip(-1.0), "threshold must be positive"),
         (lambda: zclip().init({"n": jnp.ones(2, jnp.int32)}), "int32 at n"),
     ],

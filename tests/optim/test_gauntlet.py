@@ -80,6 +80,11 @@ CASES = {
     "stabilizer-global": stabilizer(fixed={"scope": "global"}, alone=None),
     "stabilizer-labels": stabilizer(fixed={"scope": by_rank}, alone=None),
     "zclip": Case(optim.zclip, {"alpha": (0.97, 0.5), "z": (1.0, 0.5)}, {"warmup": 2}, complex_leaves=True, alone=None),
+    "scale_by_spam": Case(
+        optim.scale_by_spam,
+        {"b1": (0.9, 0.5), "b2": (0.999, 0.9), "eps": (1e-8, 0.1), "threshold": (50.0, 1.5)},
+        {"reset_every": 3, "warmup": 2},
+    ),
     # Optax's own: no schedules, no check of its leaves.
     "agc": Case(optim.agc, {"clipping": (0.01, 0.1), "eps": (1e-3, 1.0)}, complex_leaves=True),
     "value_clip": Case(optim.value_clip, {"threshold": (0.1, 0.5)}),
