@@ -3,7 +3,8 @@
 The model, batch and optimizer of `icml train` by default: GradientStabilizer and OLion on a small mixture of experts.
 A call is `olion_run_metrics` with four matrices, a new quartet every time, its figures fetched. `call` compares one
 call with one step; `overhead` times twenty steps with and without a call, the way the training loop makes it, and
-spreads the difference over the hundred steps that a call serves: twenty are soon over, so that there can be many rounds. `stabilizer` is `stabilizer_run_metrics`, which is part of every step, as a program of its own.
+spreads the difference over the hundred steps that a call serves: short stretches allow many rounds. `stabilizer` is
+`stabilizer_run_metrics`, which is part of every step, as a program of its own.
 """
 
 import dataclasses

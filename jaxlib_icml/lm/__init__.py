@@ -3,11 +3,14 @@
 from jaxlib_icml.lm.cache import KVCache, LayerCache, init_cache
 from jaxlib_icml.lm.config import PRESETS, LMConfig, preset
 from jaxlib_icml.lm.generate import Generation, Sampling, generate, pad_prompts, sample
+from jaxlib_icml.lm.hooks import HOOK_POINTS, Edit
 from jaxlib_icml.lm.loss import LossAux, cross_entropy_sum, loss_fn
 from jaxlib_icml.lm.transformer import LMOutput, Transformer, split_model
 
 __all__ = [
+    "HOOK_POINTS",
     "PRESETS",
+    "Edit",
     "Generation",
     "KVCache",
     "LMConfig",

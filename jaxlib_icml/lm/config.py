@@ -6,6 +6,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxlib_icml.nn import RopeScaling
+
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
@@ -34,13 +36,41 @@ class LMConfig:
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Feed-forward non-linearity."""
     qk_norm: bool = False
-    """RMS-normalise queries and keys per head before the rotary embedding."""
+    """RMS-normalise queries and keys before the rotary embedding."""
+    qk_norm_scope: Literal["head", "all"] = "head"
+    """What shares one normalisation of queries or keys: each head, or all heads together (OLMoE)."""
     qkv_bias: bool = False
     """Add biases to the query, key and value projections."""
+    out_bias: bool = False
+    """Add a bias to the attention's output projection."""
+    mlp_bias: bool = False
+    """Add biases to the dense feed-forward."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Rotary embeddings of queries and keys, or a learned embedding per position (GPT-2)."""
     rope_theta: float = 10000.0
     """Base of the rotary wavelengths."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How rotary frequencies are lowered for a context longer than the pretraining's (`jaxlib_icml.nn.RopeScaling`)."""
+    rope_factor: float = 1.0
+    """By how much the context was extended."""
+    rope_original_context: int | None = None
+    """Context length of the pretraining (llama3, yarn); None: context_length / rope_factor."""
+    rope_low_frequency_factor: float = 1.0
+    """llama3: wavelengths above original context / this are scaled fully."""
+    rope_high_frequency_factor: float = 4.0
+    """llama3: wavelengths below original context / this are not scaled."""
+    rope_beta_fast: float = 32.0
+    """yarn: frequencies with more turns than this within the original context are not scaled."""
+    rope_beta_slow: float = 1.0
+    """yarn: frequencies with fewer turns than this are scaled fully."""
+    rope_attention_factor: float | None = None
+    """yarn: factor on queries and keys; None: 1 + 0.1 ln(rope_factor)."""
+    sliding_window: int | None = None
+    """Every token sees this many tokens, itself included; None: all before it."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation of the residual stream."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in every RMSNorm."""
+    """Added to the mean square or the variance in every normalisation."""
     tie_embeddings: bool = False
     """Use the token embedding as the output head."""
     num_experts: int = 0
@@ -85,6 +115,8 @@ class LMConfig:
             "num_active_experts",
             "expert_width",
             "loss_chunk",
+            "rope_original_context",
+            "sliding_window",
         ):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -95,6 +127,20 @@ class LMConfig:
             raise ValueError(f"head_dim: must be even for rotary embeddings, got {self.resolved_head_dim}")
         if self.num_heads % self.resolved_num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if self.rope_scaling != "none" and not self.rope_factor >= 1:
+            raise ValueError(f"rope_factor: must be at least 1, got {self.rope_factor}")
+        if not self.rope_high_frequency_factor > self.rope_low_frequency_factor > 0:
+            raise ValueError(
+                "rope_high_frequency_factor: must exceed rope_low_frequency_factor, which must be positive, got "
+                f"{self.rope_high_frequency_factor} and {self.rope_low_frequency_factor}"
+            )
+        if not self.rope_beta_fast > self.rope_beta_slow > 0:
+            raise ValueError(
+                "rope_beta_fast: must exceed rope_beta_slow, which must be positive, got "
+                f"{self.rope_beta_fast} and {self.rope_beta_slow}"
+            )
+        if self.num_experts and self.mlp_bias:
+            raise ValueError("mlp_bias: experts have no biases")
         if self.num_experts < 0:
             raise ValueError(f"num_experts: must be 0 (dense) or positive, got {self.num_experts}")
         if self.num_experts and self.num_active_experts > self.num_experts:
@@ -111,6 +157,22 @@ class LMConfig:
     def resolved_num_kv_heads(self) -> int:
         """`num_kv_heads`, or num_heads."""
         return self.num_kv_heads or self.num_heads
+
+    @property
+    def resolved_rope_scaling(self) -> RopeScaling | None:
+        """The `rope_*` fields as one object; None without scaling."""
+        if self.rope_scaling == "none":
+            return None
+        return RopeScaling(
+            kind=self.rope_scaling,
+            factor=self.rope_factor,
+            original_context=self.rope_original_context or max(1, int(self.context_length / self.rope_factor)),
+            low_frequency_factor=self.rope_low_frequency_factor,
+            high_frequency_factor=self.rope_high_frequency_factor,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            attention_factor=self.rope_attention_factor,
+        )
 
     @property
     def resolved_mlp_width(self) -> int:

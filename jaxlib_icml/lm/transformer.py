@@ -1,5 +1,6 @@
 """The decoder-only transformer that the language-model methods share."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlib_icml.lm.attention import Attention, Rotary, rms_norm
+from jaxlib_icml.lm.attention import Attention, Rotary, residual_norm
 from jaxlib_icml.lm.cache import KVCache, LayerCache
 from jaxlib_icml.lm.config import LMConfig
+from jaxlib_icml.lm.hooks import Edit, Tap, stacked_edits
 from jaxlib_icml.moe import RoutingStats, SparseMoE, update_expert_bias
 from jaxlib_icml.nn import FeedForward, Kernel, contract, logical_axes, rotary_angles
 
@@ -17,20 +19,22 @@ _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_ba
 
 
 class LMOutput(NamedTuple):
-    """Final hidden states (batch, seq, width), routing statistics stacked over layers, and the cache."""
+    """Final hidden states (batch, seq, width), routing statistics stacked over layers, the cache, and the captured
+    activations by name (`jaxlib_icml.lm.HOOK_POINTS`)."""
 
     hidden: Float[Array, "batch seq width"]
     routing: RoutingStats | None
     cache: KVCache | None
+    activations: dict[str, Array]
 
 
 class Block(nnx.Module):
     """Pre-norm block: x + Attention(norm x), then x + FeedForward(norm x)."""
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config.width, config, rngs)
+        self.attention_norm = residual_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = rms_norm(config.width, config, rngs)
+        self.mlp_norm = residual_norm(config, rngs)
         if config.num_experts:
             self.moe = SparseMoE(
                 config.width,
@@ -48,6 +52,7 @@ class Block(nnx.Module):
                 config.width,
                 config.resolved_mlp_width,
                 activation=config.activation,
+                use_bias=config.mlp_bias,
                 dtype=config.compute_dtype,
                 rngs=rngs,
             )
@@ -55,12 +60,15 @@ class Block(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "batch seq width"],
-        rotary: Rotary,
+        rotary: Rotary | None,
         segment_ids: Int[Array, "batch seq"] | None,
         cache: LayerCache | None,
         lengths: Int[Array, " batch"] | None,
         prefill: bool,
+        tap: Tap | None = None,
     ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, RoutingStats | None]:
+        if tap is not None:
+            x = tap("residual", x)
         attended, cache = self.attention(
             self.attention_norm(x),
             rotary,
@@ -68,13 +76,19 @@ class Block(nnx.Module):
             cache=cache,
             lengths=lengths,
             prefill=prefill,
+            tap=tap,
         )
+        if tap is not None:
+            attended = tap("attention_output", attended)
         x = x + attended
-        if not hasattr(self, "moe"):
-            return x + self.mlp(self.mlp_norm(x)), cache, None
-        token_mask = None if segment_ids is None else segment_ids > 0
-        routed, stats = self.moe(self.mlp_norm(x), token_mask=token_mask)
-        return x + routed, cache, stats
+        if hasattr(self, "moe"):
+            token_mask = None if segment_ids is None else segment_ids > 0
+            added, stats = self.moe(self.mlp_norm(x), token_mask=token_mask)
+        else:
+            added, stats = self.mlp(self.mlp_norm(x)), None
+        if tap is not None:
+            added = tap("mlp_output", added)
+        return x + added, cache, stats
 
 
 class Transformer(nnx.Module):
@@ -99,6 +113,15 @@ class Transformer(nnx.Module):
             embedding_metadata=logical_axes("vocab", "embed"),
             rngs=rngs,
         )
+        if config.positions == "learned":
+            self.position_embed = nnx.Embed(
+                config.context_length,
+                config.width,
+                dtype=config.compute_dtype,
+                embedding_init=nnx.initializers.normal(config.init_std),
+                embedding_metadata=logical_axes(None, "embed"),
+                rngs=rngs,
+            )
         if config.scan_layers:
 
             @nnx.split_rngs(splits=config.num_layers)
@@ -109,7 +132,7 @@ class Transformer(nnx.Module):
             self.layers: Any = stacked(rngs)
         else:
             self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = rms_norm(config.width, config, rngs)
+        self.final_norm = residual_norm(config, rngs)
         if not config.tie_embeddings:
             init = nnx.initializers.normal(config.init_std)
             self.head = Kernel(init(rngs.params(), (config.width, config.vocab_size)), "embed", "vocab")
@@ -121,6 +144,8 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
         prefill: bool = False,
+        capture: Sequence[str] = (),
+        edits: Mapping[str, Edit] | None = None,
     ) -> LMOutput:
         """Hidden states of every token.
 
@@ -130,12 +155,14 @@ class Transformer(nnx.Module):
           cache: keys and values of the tokens before these; the result holds the extended one. Its `lengths` grow
             by seq for every row: callers with padded prompts set them afterwards.
           prefill: the cache is empty (a faster path).
+          capture: names of activations to return (`jaxlib_icml.lm.HOOK_POINTS`), as edited.
+          edits: changes of activations, by name; data, so that other values do not compile anew.
 
         Returns:
           `LMOutput`; `hidden` goes through `logits` or `output_kernel`.
 
         Raises:
-          ValueError: more tokens than the context length, or both `segment_ids` and `cache`.
+          ValueError: more tokens than the context length, both `segment_ids` and `cache`, or hooks that do not fit.
         """
         seq = tokens.shape[1]
         if seq > self.config.context_length:
@@ -147,25 +174,39 @@ class Transformer(nnx.Module):
         if cache is not None:
             lengths = cache.lengths
             positions = lengths[:, None] + positions
-        # Rotary attention only sees differences of positions, so packed documents need no restart.
-        rotary = rotary_angles(positions, self.config.resolved_head_dim, self.config.rope_theta)
-        x = self.embed(tokens)
-        x, layer_caches, routing = self._run_layers(x, rotary, segment_ids, cache, lengths, prefill)
+        x, rotary = self.embed(tokens), None
+        if self.config.positions == "learned":
+            x = x + self.position_embed(positions if segment_ids is None else _restarted(segment_ids))
+        else:
+            # Rotary attention only sees differences of positions, so packed documents need no restart.
+            rotary = rotary_angles(
+                positions, self.config.resolved_head_dim, self.config.rope_theta, self.config.resolved_rope_scaling
+            )
+        hooks = (tuple(capture), stacked_edits(edits or {}, capture, self.config.num_layers))
+        x, layer_caches, routing, activations = self._run_layers(
+            x, rotary, segment_ids, cache, lengths, prefill, *hooks
+        )
         new_cache = None if lengths is None else KVCache(layer_caches, lengths + seq)
-        return LMOutput(self.final_norm(x), routing, new_cache)
+        return LMOutput(self.final_norm(x), routing, new_cache, activations)
 
     def _run_layers(
         self,
         x: Array,
-        rotary: Rotary,
+        rotary: Rotary | None,
         segment_ids: Array | None,
         cache: KVCache | None,
         lengths: Array | None,
         prefill: bool,
-    ) -> tuple[Array, tuple[Any, ...], RoutingStats | None]:
-        def run(graphdef: Any, state: nnx.State, x: Array, layer_cache: LayerCache | None) -> Any:
+        capture: tuple[str, ...],
+        edits: dict[str, Edit],
+    ) -> tuple[Array, tuple[Any, ...], RoutingStats | None, dict[str, Array]]:
+        hooked = bool(capture or edits)
+
+        def run(graphdef: Any, state: nnx.State, x: Array, layer_cache: LayerCache | None, edits: Any) -> Any:
             block = nnx.merge(graphdef, state)
-            return block(x, rotary, segment_ids, layer_cache, lengths, prefill)
+            tap = Tap(capture, edits) if hooked else None
+            x, layer_cache, stats = block(x, rotary, segment_ids, layer_cache, lengths, prefill, tap)
+            return x, layer_cache, stats, {} if tap is None else tap.captured
 
         if self.config.remat != "none":
             run = jax.checkpoint(run, policy=_REMAT_POLICIES[self.config.remat], static_argnums=(0,))
@@ -173,22 +214,26 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             graphdef, state = nnx.split(self.layers)
 
-            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None]) -> Any:
-                x, layer_cache, stats = run(graphdef, inputs[0], x, inputs[1])
-                return x, (layer_cache, stats)
+            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None, Any]) -> Any:
+                x, *outputs = run(graphdef, inputs[0], x, *inputs[1:])
+                return x, tuple(outputs)
 
             stacked_cache = None if cache is None else cache.layers[0]
-            x, (layer_cache, routing) = jax.lax.scan(step, x, (state, stacked_cache))
-            return x, () if layer_cache is None else (layer_cache,), routing
+            x, (layer_cache, routing, captured) = jax.lax.scan(step, x, (state, stacked_cache, edits))
+            return x, () if layer_cache is None else (layer_cache,), routing, captured
 
-        caches, stats = [], []
+        caches, stats, layers = [], [], []
         for i, block in enumerate(self.layers):
             graphdef, state = nnx.split(block)
-            x, layer_cache, layer_stats = run(graphdef, state, x, None if cache is None else cache.layers[i])
+            layer_edits = jax.tree.map(lambda array, i=i: array[i], edits)
+            layer_cache = None if cache is None else cache.layers[i]
+            x, layer_cache, layer_stats, captured = run(graphdef, state, x, layer_cache, layer_edits)
             caches.append(layer_cache)
             stats.append(layer_stats)
-        routing = None if stats[0] is None else jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
-        return x, tuple(caches), routing
+            layers.append(captured)
+        stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
+        routing = None if stats[0] is None else jax.tree.map(stack, *stats)
+        return x, tuple(caches), routing, jax.tree.map(stack, *layers)
 
     def update_expert_biases(self, load: Float[Array, "layers experts"]) -> None:
         """Move the selection biases of all layers against the measured load (only for `moe_balance="bias"`).
@@ -216,6 +261,13 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocab"]:
         """Float32 logits of hidden states (training uses the chunked loss instead)."""
         return contract(hidden, self.output_kernel()).astype(jnp.float32)
+
+
+def _restarted(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    """Positions that start from zero with every document of a packed row."""
+    places = jnp.arange(segment_ids.shape[1])
+    begins = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
+    return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
 
 
 def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:

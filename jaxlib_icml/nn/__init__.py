@@ -3,13 +3,14 @@
 from jaxlib_icml.nn.feed_forward import ACTIVATIONS, FeedForward, Initializer, Kernel, activate, fan_in_normal
 from jaxlib_icml.nn.linear import contract, dot_general
 from jaxlib_icml.nn.parameters import logical_axes, logical_param
-from jaxlib_icml.nn.rotary import apply_rotary, rotary_angles
+from jaxlib_icml.nn.rotary import RopeScaling, apply_rotary, rotary_angles
 
 __all__ = [
     "ACTIVATIONS",
     "FeedForward",
     "Initializer",
     "Kernel",
+    "RopeScaling",
     "activate",
     "apply_rotary",
     "contract",

@@ -36,10 +36,18 @@ def activate(pre: tuple[Float[Array, "*rows hidden"], ...]) -> Float[Array, "*ro
 
 
 class Kernel(nnx.Module):
-    """Holder of one weight array `kernel`, so that its path in the parameter tree ends in `kernel`."""
+    """Holder of one weight array `kernel`, so that its path in the parameter tree ends in `kernel`, and a bias.
 
-    def __init__(self, value: Array, *names: str | None):
+    Args:
+      value: the weights.
+      *names: logical names of its axes.
+      use_bias: add a `bias` of zeros over the last axis.
+    """
+
+    def __init__(self, value: Array, *names: str | None, use_bias: bool = False):
         self.kernel = logical_param(value, *names)
+        if use_bias:
+            self.bias = logical_param(jnp.zeros(value.shape[-1], value.dtype), names[-1])
 
 
 class FeedForward(nnx.Module):
@@ -50,6 +58,7 @@ class FeedForward(nnx.Module):
       hidden: hidden features.
       activation: 'swiglu' (kernels `gate`, `up`, `down`) or 'gelu' (`up`, `down`).
       num_experts: None for one block, kernels (in, out); else a leading axis of this size.
+      use_bias: add biases to all products (only a single block).
       dtype: compute dtype; None: the promotion of input and parameter dtypes.
       init: initializer called as (key, (in, out), dtype), once per expert.
       param_dtype: dtype of the weights.
@@ -66,6 +75,7 @@ class FeedForward(nnx.Module):
         *,
         activation: str = "swiglu",
         num_experts: int | None = None,
+        use_bias: bool = False,
         dtype: Any = None,
         init: Initializer | None = None,
         param_dtype: Any = jnp.float32,
@@ -77,7 +87,7 @@ class FeedForward(nnx.Module):
         def create(shape: tuple[int, int], names: tuple[str, str]) -> Kernel:
             key = rngs.params()
             if num_experts is None:
-                return Kernel(make(key, shape, param_dtype), *names)
+                return Kernel(make(key, shape, param_dtype), *names, use_bias=use_bias)
             # One draw per expert: an initializer for matrices would count the expert axis into the fan-in.
             stack = jax.vmap(lambda k: make(k, shape, param_dtype))(jax.random.split(key, num_experts))
             return Kernel(stack, "expert", *names)
@@ -97,5 +107,9 @@ class FeedForward(nnx.Module):
         inputs, down = self.kernels()
         dtype = self.dtype or jnp.promote_types(x.dtype, down.dtype)
         x = x.astype(dtype)
-        hidden = activate(tuple(contract(x, matrix.astype(dtype)) for matrix in inputs))
-        return contract(hidden, down.astype(dtype))
+        pre = tuple(contract(x, matrix.astype(dtype)) for matrix in inputs)
+        if not hasattr(self.up, "bias"):
+            return contract(activate(pre), down.astype(dtype))
+        layers = (self.gate, self.up) if hasattr(self, "gate") else (self.up,)
+        hidden = activate(tuple(h + layer.bias[...].astype(dtype) for h, layer in zip(pre, layers, strict=True)))
+        return contract(hidden, down.astype(dtype)) + self.down.bias[...].astype(dtype)
