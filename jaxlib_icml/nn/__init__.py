@@ -4,9 +4,11 @@ from jaxlib_icml.nn.feed_forward import ACTIVATIONS, FeedForward, Initializer, K
 from jaxlib_icml.nn.linear import contract, dot_general
 from jaxlib_icml.nn.parameters import logical_axes, logical_param
 from jaxlib_icml.nn.rotary import RopeScaling, apply_rotary, rotary_angles
+from jaxlib_icml.nn.sharding import LOGICAL_RULES, state_shardings
 
 __all__ = [
     "ACTIVATIONS",
+    "LOGICAL_RULES",
     "FeedForward",
     "Initializer",
     "Kernel",
@@ -19,4 +21,5 @@ __all__ = [
     "logical_axes",
     "logical_param",
     "rotary_angles",
+    "state_shardings",
 ]

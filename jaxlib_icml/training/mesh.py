@@ -9,17 +9,9 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert")
+from jaxlib_icml.nn import state_shardings
 
-# Logical axis of a parameter -> mesh axis.
-LOGICAL_RULES: dict[str, str] = {
-    "embed": "fsdp",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "vocab": "tensor",
-    "expert": "expert",
-}
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
 
 # Every axis but `tensor` splits the batch: parameters are gathered over fsdp, tokens exchanged over expert.
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -89,33 +81,6 @@ def batch_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """Sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """The sharding of every variable, from its logical axis names.
-
-    A dimension that its mesh axis does not divide stays whole, and so does one whose mesh axis an earlier dimension of
-    the same array uses already.
-
-    Args:
-      state: variables with `logical_axes` metadata (abstract ones too).
-      mesh: a mesh with the axes of `MESH_AXES`.
-
-    Returns:
-      A tree like `state` with a `NamedSharding` in place of every array.
-    """
-
-    def sharding(variable: nnx.Variable) -> nnx.Variable:
-        names = variable.get_metadata().get("out_sharding") or ()
-        shape = variable.get_value().shape
-        spec: list[str | None] = []
-        for name, size in zip(names, shape, strict=False):
-            axis = LOGICAL_RULES.get(name or "")
-            fits = axis is not None and axis not in spec and size % mesh.shape[axis] == 0
-            spec.append(axis if fits else None)
-        return variable.replace(NamedSharding(mesh, PartitionSpec(*spec)))
-
-    return jax.tree.map(sharding, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def optimizer_shardings(opt_state: Any, params: nnx.State, mesh: Mesh) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import default_weight_decay_mask, gradient_stabilizer, olion
 from jaxlib_icml.training.config import OptimizerConfig
-from jaxlib_icml.training.mesh import state_shardings
 from jaxlib_icml.training.step import OptimizerFactory
 
 

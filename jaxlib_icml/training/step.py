@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxlib_icml.lm import LMConfig, LossAux, Transformer, loss_fn, split_model
 from jaxlib_icml.moe import RoutingStats
+from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import StabilizerState, find_states, stabilizer_run_metrics
-from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated, state_shardings
+from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated
 
 Batch = dict[str, Array]
 # A transformation for a (possibly traced) learning rate; its state must not depend on the rate.

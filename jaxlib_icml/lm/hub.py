@@ -1,0 +1,414 @@
+"""Models that somebody else trained: reading and writing their checkpoints.
+
+Reads Hugging Face folders (`config.json`, safetensors) and GGUF files of the families in `families.py`, one tensor
+after the other, so that memory holds the model and one tensor more; writes Hugging Face folders. Files are not trusted
+(`safetensors`, `gguf`), and nothing is fetched from anywhere unless the path says so (`hf://owner/name`).
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jaxlib_icml.lm.config import LMConfig
+from jaxlib_icml.lm.families import (
+    Row,
+    config_from_gguf,
+    config_from_hub,
+    config_to_hub,
+    family_of,
+    gguf_rows,
+    hub_rows,
+)
+from jaxlib_icml.lm.gguf import GGUFFile, unpermute_rotary
+from jaxlib_icml.lm.hub_tokenizer import HubTokenizer, as_hub_tokenizer
+from jaxlib_icml.lm.safetensors import Checkpoint, open_checkpoint, write_checkpoint
+from jaxlib_icml.lm.tokenizer import Tokenizer
+from jaxlib_icml.lm.transformer import Transformer
+from jaxlib_icml.nn import state_shardings
+
+__all__ = ["PretrainedModel", "export_model", "is_pretrained", "load_pretrained"]
+
+_CONFIG = "config.json"
+_MAX_CONFIG_BYTES = 1 << 24
+# Buffers that older checkpoints carry along, and heads of models whose head is the embedding.
+_IGNORED_ENDS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+
+Path_ = tuple[str | int, ...]
+Read = Callable[[str], np.ndarray]
+
+
+class PretrainedModel(NamedTuple):
+    """A model and its tokenizer, ready for `generate`."""
+
+    config: LMConfig
+    tokenizer: HubTokenizer
+    graphdef: nnx.GraphDef
+    state: nnx.State
+    family: str
+
+
+def is_pretrained(path: str | os.PathLike[str]) -> bool:
+    """Whether the path looks like something that `load_pretrained` reads.
+
+    Args:
+      path: a folder or a file.
+
+    Returns:
+      True for `hf://` paths, GGUF and safetensors files, and folders whose `config.json` has a `model_type`.
+
+    >>> is_pretrained("no/such/folder")
+    False
+    """
+    if str(path).startswith("hf://"):
+        return True
+    place = Path(path)
+    if place.is_dir():
+        file = place / _CONFIG
+        return file.is_file() and "model_type" in _read_json(file)
+    return place.is_file() and place.suffix in (".gguf", ".safetensors")
+
+
+def load_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    param_dtype: Any = jnp.float32,
+    dtype: str = "auto",
+    scan_layers: bool = False,
+    context_length: int | None = None,
+    check_finite: bool = True,
+    follow_symlinks: bool = False,
+) -> PretrainedModel:
+    """Read a model that somebody else trained.
+
+    Args:
+      path: a folder with `config.json`, `tokenizer.json` and safetensors files; a GGUF file, or a folder with one in
+        it; or `hf://owner/name[@revision]`, which the package huggingface_hub downloads into its cache.
+      mesh: put every parameter straight where its logical axes belong; None: on the default device.
+      param_dtype: dtype of the parameters; matrix products happen in `dtype` whatever this is.
+      dtype: `LMConfig.dtype` of the result.
+      scan_layers: stack the layers (one compiled block however deep the model).
+      context_length: a shorter context than the model's own; None: its own.
+      check_finite: refuse NaN and infinite values.
+      follow_symlinks: accept links out of the folder (as in the cache of huggingface_hub, whose paths do not need it).
+
+    Returns:
+      `PretrainedModel`.
+
+    Raises:
+      ValueError: a file is missing, damaged or does not fit its configuration, or the architecture is not one of
+        `FAMILIES`; the message names file and tensor.
+      ImportError: an optional package is missing; the message says which extra to install.
+    """
+    if str(path).startswith("hf://"):
+        path, follow_symlinks = _download(str(path)), True
+    place = Path(path)
+    if not place.exists():
+        raise ValueError(f"{place}: does not exist")
+    source = _open_gguf(place) if _has_gguf(place) else _open_hub(place, check_finite, follow_symlinks)
+    config = dataclasses.replace(source.config, dtype=dtype, scan_layers=scan_layers)  # type: ignore[arg-type]
+    if context_length is not None:
+        if not 1 <= context_length <= config.context_length:
+            raise ValueError(f"context_length: must be between 1 and {config.context_length}, got {context_length}")
+        # The default of rope_original_context follows the context length.
+        scaling = config.resolved_rope_scaling
+        original = scaling.original_context if scaling else config.rope_original_context
+        config = dataclasses.replace(config, context_length=context_length, rope_original_context=original)
+    if source.tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{place}: the tokenizer has {source.tokenizer.vocab_size} ids, the model only {config.vocab_size}"
+        )
+    graphdef, state = _load_state(source, config, mesh, np.dtype(param_dtype))
+    return PretrainedModel(config, source.tokenizer, graphdef, state, source.family)
+
+
+class _Source(NamedTuple):
+    """An opened checkpoint: what it is, what it has, and how to read it."""
+
+    where: str
+    family: str
+    config: LMConfig
+    tokenizer: HubTokenizer
+    names: frozenset[str]
+    read: Read
+    rows: tuple[Row, ...]
+
+
+def _open_hub(place: Path, check_finite: bool, follow_symlinks: bool) -> _Source:
+    folder = place if place.is_dir() else place.parent
+    if not (folder / _CONFIG).is_file():
+        raise ValueError(f"{place}: no GGUF file, and no {_CONFIG} in {folder}")
+    values = _read_json(folder / _CONFIG)
+    where = str(folder / _CONFIG)
+    config, family = config_from_hub(values, where), family_of(values, where)
+    checkpoint = open_checkpoint(place, follow_symlinks=follow_symlinks)
+    tokenizer = HubTokenizer.from_folder(folder)
+    names, rows = frozenset(checkpoint.names()), tuple(hub_rows(family, config))
+    read = checkpoint.read_finite if check_finite else checkpoint.read
+    prefix = _missing_prefix(checkpoint)
+    if prefix:
+        inner, names = read, frozenset(prefix + name for name in names)
+        read = lambda name: inner(name.removeprefix(prefix))  # noqa: E731
+    return _Source(str(place), family, config, tokenizer, names, read, rows)
+
+
+def _missing_prefix(checkpoint: Checkpoint) -> str:
+    """GPT-2's own files name their tensors as if the model were nothing but its body."""
+    return "transformer." if "wte.weight" in checkpoint.names() else ""
+
+
+def _has_gguf(place: Path) -> bool:
+    return place.suffix == ".gguf" or (place.is_dir() and not (place / _CONFIG).exists() and any(place.glob("*.gguf")))
+
+
+def _open_gguf(place: Path) -> _Source:
+    if place.is_dir():
+        files = sorted(place.glob("*.gguf"))
+        if len(files) > 1:
+            raise ValueError(f"{place}: has {len(files)} GGUF files; name one of them")
+        (place,) = files
+    file = GGUFFile(place)
+    family, config = config_from_gguf(file.metadata, file.tensors.__contains__, str(place))
+    names = set(file.tensors)
+    if "rope_freqs.weight" in names:
+        names.remove("rope_freqs.weight")
+        config = _llama3_scaling(config, file.read("rope_freqs.weight"), str(place))
+    rows = tuple(gguf_rows(family, config))
+    return _Source(str(place), family, config, HubTokenizer.from_gguf(file.metadata), frozenset(names), file.read, rows)
+
+
+def _llama3_scaling(config: LMConfig, divisors: np.ndarray, where: str) -> LMConfig:
+    """GGUF files spell the scaling of Llama 3.1 out; it must be the published one, for some factor."""
+    scaled = dataclasses.replace(
+        config, rope_scaling="llama3", rope_factor=float(divisors.max()), rope_original_context=8192
+    )
+    half = config.resolved_head_dim // 2
+    plain = config.rope_theta ** (-np.arange(half) / half)
+    scaling = scaled.resolved_rope_scaling
+    assert scaling is not None
+    if divisors.shape != (half,) or not np.allclose(plain / divisors, scaling.frequencies(plain, 0.0), rtol=1e-3):
+        raise ValueError(f"{where}: rope_freqs.weight is not the rotary scaling of Llama 3.1")
+    return scaled
+
+
+def _load_state(
+    source: _Source, config: LMConfig, mesh: Mesh | None, param_dtype: np.dtype
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """Fill the parameters one by one."""
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    shardings: list[Any] = [SingleDeviceSharding(jax.devices()[0])] * len(flat)
+    if mesh is not None:
+        shardings = jax.tree.leaves(state_shardings(abstract, mesh))
+    rows = _by_parameter(source.rows, config.scan_layers)
+    _check_names(source, {name for group in rows.values() for row in group for name in row.names})
+
+    arrays = []
+    for (path, leaf), sharding in zip(flat, shardings, strict=True):
+        key = _key(path)
+        if key[-1] == "expert_bias":
+            host = np.zeros(leaf.shape, leaf.dtype)
+        else:
+            host = _read_parameter(source, rows[key], leaf.shape, config, param_dtype)
+        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, lambda index, host=host: host[index]))
+    return graphdef, jax.tree.unflatten(treedef, arrays)
+
+
+def _by_parameter(rows: Sequence[Row], scan_layers: bool) -> dict[Path_, list[Row]]:
+    """Rows by path; the layers of one parameter together where they are stacked."""
+    found: dict[Path_, list[Row]] = {}
+    for row in rows:
+        stacked = scan_layers and row.path[0] == "layers"
+        found.setdefault((row.path[0], *row.path[2:]) if stacked else row.path, []).append(row)
+    return found
+
+
+def _key(path: tuple[Any, ...]) -> Path_:
+    """A parameter's path without the attribute that holds a variable's array."""
+    parts = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
+    return tuple(part for part in parts if part is not None)
+
+
+def _check_names(source: _Source, wanted: set[str]) -> None:
+    missing = sorted(wanted - source.names)
+    if missing:
+        raise ValueError(f"{source.where}: lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
+    known = {"lm_head.weight", "output.weight"} if source.config.tie_embeddings else set()
+    unknown = sorted(name for name in source.names - wanted - known if not name.endswith(_IGNORED_ENDS))
+    if unknown:
+        raise ValueError(
+            f"{source.where}: has {len(unknown)} tensors that {source.family} does not, such as "
+            f"{', '.join(unknown[:3])}"
+        )
+
+
+def _read_parameter(
+    source: _Source, rows: list[Row], shape: tuple[int, ...], config: LMConfig, dtype: np.dtype
+) -> np.ndarray:
+    """One parameter, (layers, ...) of several rows; always memory of its own."""
+    stacked = config.scan_layers and rows[0].path[0] == "layers"
+    out = np.empty(shape, dtype)
+    for row, target in zip(rows, out if stacked else [out], strict=True):
+        if len(row.names) > 1:
+            for name, expert in zip(row.names, target, strict=True):
+                _copy(source, row, name, expert, config)
+        else:
+            _copy(source, row, row.names[0], target, config)
+    return out
+
+
+def _copy(source: _Source, row: Row, name: str, target: np.ndarray, config: LMConfig) -> None:
+    """Put one tensor of the file where it belongs."""
+    array = source.read(name)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{source.where}: tensor {name} has dtype {array.dtype}, not floating point")
+    given, flat = array.shape, _matrix_shape(row, target.shape)
+    part, parts = row.part
+    expected = (*flat[:-2], *flat[-2:][::-1]) if row.transposed else (*flat[:-1], flat[-1] * parts)
+    if given != expected:
+        raise ValueError(f"{source.where}: tensor {name} must have shape {expected}, got {given}")
+    if row.rotated != "no":
+        heads = config.num_heads if row.rotated == "query" else config.resolved_num_kv_heads
+        array = unpermute_rotary(array, heads)
+    array = array[..., part * flat[-1] : (part + 1) * flat[-1]] if parts > 1 else array
+    _assign(target.reshape(flat), array.swapaxes(-1, -2) if row.transposed else array)
+
+
+def _matrix_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(in, out) of a matrix, (experts, in, out) of a stack, the size of a vector."""
+    if row.path[-1] in ("bias", "scale"):
+        return (math.prod(shape),)
+    if row.path[-1] == "embedding" or (row.path[2:4] == ("moe", "experts") and len(shape) == 3):
+        return shape
+    inputs = 2 if row.path[-2] == "out" else 1
+    return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+
+
+def _assign(target: np.ndarray, array: np.ndarray, block: int = 128) -> None:
+    """target[...] = array, in blocks that stay in cache while a transposed array is read along its rows."""
+    if array.flags.c_contiguous or array.ndim < 2:
+        target[...] = array
+        return
+    for start in range(0, array.shape[-2], block):
+        target[..., start : start + block, :] = array[..., start : start + block, :]
+
+
+def export_model(
+    folder: str | os.PathLike[str],
+    config: LMConfig,
+    state: nnx.State,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str = "float32",
+    max_shard_bytes: int = 5_000_000_000,
+    overwrite: bool = False,
+) -> str:
+    """Write a model as a Hugging Face folder, which `transformers` and `load_pretrained` read.
+
+    Args:
+      folder: where to; made if missing.
+      config: the architecture; it must be that of one of `FAMILIES`.
+      state: all variables of the model.
+      tokenizer: its tokenizer.
+      dtype: "float32", "bfloat16" or "float16".
+      max_shard_bytes: size of a safetensors file at most.
+      overwrite: replace a checkpoint that is there.
+
+    Returns:
+      The family that the files belong to.
+
+    Raises:
+      ValueError: no family has this architecture (the message names the field), experts with selection biases,
+        non-finite parameters, or a folder that holds a checkpoint already.
+    """
+    if dtype not in _EXPORT_DTYPES:
+        raise ValueError(f"dtype: must be one of {', '.join(_EXPORT_DTYPES)}, got {dtype!r}")
+    values = config_to_hub(config)
+    family = values["model_type"]
+    arrays = {_key(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
+    for path, leaf in arrays.items():
+        if path[-1] == "expert_bias" and bool(jnp.any(leaf != 0)):
+            raise ValueError("state: the experts' selection biases are not zero, and no family has them")
+    place, hub_tokenizer = Path(folder), as_hub_tokenizer(tokenizer)
+    write_checkpoint(
+        place,
+        _tensors(family, config, arrays, jnp.dtype(dtype)),
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
+    hub_tokenizer.save(place)
+    ids = {"eos_token_id": hub_tokenizer.eos_id}
+    if hub_tokenizer.bos_id is not None:
+        ids["bos_token_id"] = hub_tokenizer.bos_id
+    text = json.dumps({**values, **ids, "torch_dtype": dtype}, indent=2) + "\n"
+    temporary = place / f".{_CONFIG}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(place / _CONFIG)  # last: without it the folder is no model
+    return str(family)
+
+
+def _tensors(
+    family: str, config: LMConfig, arrays: dict[Path_, Any], dtype: np.dtype
+) -> Iterator[tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]:
+    """Name, shape, dtype and contents of every tensor; contents are made when they are asked for."""
+    by_name: dict[str, list[tuple[Row, int | None]]] = {}
+    for row in hub_rows(family, config):
+        for i, name in enumerate(row.names):
+            by_name.setdefault(name, []).append((row, i if len(row.names) > 1 else None))
+
+    def array_of(row: Row, expert: int | None) -> Any:
+        if config.scan_layers and row.path[0] == "layers":
+            array = arrays[(row.path[0], *row.path[2:])][row.path[1]]
+        else:
+            array = arrays[row.path]
+        array = array if expert is None else array[expert]
+        array = array.reshape(_matrix_shape(row, array.shape))
+        return array.swapaxes(-1, -2) if row.transposed else array
+
+    for name, parts in by_name.items():
+        shapes = [jax.eval_shape(lambda row=row, i=i: array_of(row, i)).shape for row, i in parts]
+        shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+
+        def contents(parts: list[tuple[Row, int | None]] = parts) -> np.ndarray:
+            pieces = [np.asarray(array_of(row, i)) for row, i in parts]
+            return np.concatenate(pieces, axis=-1).astype(dtype) if len(pieces) > 1 else pieces[0].astype(dtype)
+
+        yield name, shape, dtype, contents
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ValueError(f"{file}: too large for a configuration")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: must hold an object, got {type(values).__name__}")
+    return values
+
+
+def _download(path: str) -> Path:
+    """Fetch what `load_pretrained` reads from huggingface.co; a later call finds it in the cache."""
+    name, _, revision = path.removeprefix("hf://").partition("@")
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ValueError(f"path: must be hf://owner/name[@revision], got {path!r}")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ImportError("hf:// paths need the package huggingface_hub: pip install 'jaxlib-icml[lm]'") from error
+    patterns = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
+    return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
