@@ -197,9 +197,9 @@ class GGUFFile:
 def unpermute_rotary(matrix: Shaped[np.ndarray, "..."], num_heads: int) -> Shaped[np.ndarray, "..."]:
     """Query or key weights of a GGUF file of architecture "llama", in the row order that `nn.rotary` expects.
 
-    Such files order the rows of every head for rotary embeddings that turn the pairs (x_2i, x_2i+1); here,
-    as in the checkpoints they were made from, the pairs are (x_i, x_i+half). Rows 2i and 2i+1 become rows i
-    and i + half. Other architectures ("qwen2", "gemma", ...) are stored in our order already.
+    Such files (Llama, Mistral and Mixtral models) order the rows of every head for rotary embeddings that turn
+    the pairs (x_2i, x_2i+1); here, as in the checkpoints they were made from, the pairs are (x_i, x_i+half).
+    Rows 2i and 2i+1 become rows i and i + half. Qwen and OLMoE models are stored in our order already.
 
     Args:
       matrix: (num_heads * head_dim, ...) weights stored as (out, in), or a bias.
@@ -383,8 +383,10 @@ def _scan(stream: io.BufferedIOBase, size: int, path: str) -> tuple[dict[str, An
         type_id = header.uint32()
         metadata[key] = value = header.value(type_id)
         if key == "general.alignment":
-            if type_id != _UINT32 or value < 8 or value & (value - 1):
-                header.fail(f"must be a power of two, at least 8, of type uint32 (4); got {value!r} of type {type_id}")
+            if type_id != _UINT32:
+                header.fail(f"must be of type uint32 ({_UINT32}), got type {type_id}")
+            if value < 8 or value & (value - 1):
+                header.fail(f"must be a power of two, at least 8, got {value}")
             alignment = value
 
     placed: dict[str, tuple[tuple[int, ...], _Format, int]] = {}

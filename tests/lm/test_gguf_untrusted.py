@@ -127,11 +127,24 @@ LIES = {
         "key 'a.b': arrays are nested more than 4 deep",
     ),
     **{
-        f"alignment {value!r}": (
-            gguf_bytes([pair("general.alignment", kind, value)]),
-            "key 'general.alignment': must be a power of two, at least 8, of type uint32",
+        f"alignment {value}": (
+            gguf_bytes([pair("general.alignment", U32, value)]),
+            f"key 'general.alignment': must be a power of two, at least 8, got {value}",
         )
-        for kind, value in [(U32, 0), (U32, 4), (U32, 48), (U64, 64), (I32, -32), (STRING, "32"), (F32, 32.0)]
+        for value in (0, 4, 48, 2**32 - 1)
+    },
+    **{
+        f"alignment of type {kind}": (
+            gguf_bytes([pair("general.alignment", kind, value)]),
+            f"key 'general.alignment': must be of type uint32 (4), got type {kind}",
+        )
+        for kind, value in [
+            (U64, 64),
+            (I32, -32),
+            (F32, 32.0),
+            (STRING, "3" * 999),
+            (ARRAY, array(STRING, ["x"] * 999)),
+        ]
     },
     "tensor name length": (
         gguf_bytes((), [text("t", 2**20) + bytes(40)]),
