@@ -30,7 +30,7 @@ _WINDOW_BYTES = 1 << 16
 _CHUNK = 1 << 17  # elements decoded at a time: the temporaries of a chunk stay in the cache
 
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
