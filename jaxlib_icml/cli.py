@@ -1,4 +1,4 @@
-"""The command `icml`: train, generate, eval, info.
+"""The command `icml`: train, generate, eval, import, export, info.
 
 A mistake of the caller is one line on standard error and exit code 2; a traceback means a bug.
 """
@@ -11,10 +11,13 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxlib_icml.lm import Sampling
+    from jaxlib_icml.lm.tokenizer import Tokenizer
     from jaxlib_icml.training.config import TrainConfig
 
 _T = TypeVar("_T")
@@ -22,12 +25,16 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Continue prompts with a trained run."""
+    """Continue prompts with a run, or with a model that somebody else trained."""
 
-    run: str
-    """Folder of the run."""
+    model: str
+    """Folder of a run, a Hugging Face folder, a GGUF file, or hf://owner/name."""
     prompt: tuple[str, ...] = ("",)
     """One or more prompts; empty: start a new document."""
+    chat: bool = False
+    """Each prompt is a user's message, put into the model's chat template; print the reply only."""
+    system: str | None = None
+    """With --chat: the system message."""
     max_new_tokens: int = 200
     """Tokens to add at most; fewer when the context or the document ends."""
     temperature: float = 0.8
@@ -48,16 +55,46 @@ class GenerateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Perplexity and bits per byte of a text under a trained run."""
+    """Perplexity and bits per byte of a text under a run, or a model that somebody else trained."""
 
-    run: str
-    """Folder of the run."""
+    model: str
+    """Folder of a run, a Hugging Face folder, a GGUF file, or hf://owner/name."""
     data: str | None = None
     """File, folder, glob or JSONL file, all of it; None: the held-out part of the run's own corpus."""
+    context_length: int | None = None
+    """Tokens per row; None: the model's context, at most 1024 for other people's models."""
     batch_size: int = 16
     """Sequences per forward pass."""
     text_field: str = "text"
     """Field of JSONL lines that holds the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportConfig:
+    """Turn a model that somebody else trained into a run folder."""
+
+    path: str
+    """A Hugging Face folder, a GGUF file, or hf://owner/name."""
+    run_dir: str
+    """The new folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Write a run as a Hugging Face folder."""
+
+    run: str
+    """Folder of the run, or any model that `icml generate` takes."""
+    out: str
+    """The folder to write."""
+    format: Literal["safetensors"] = "safetensors"
+    """Kind of checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the tensors."""
+    max_shard_bytes: int = 5_000_000_000
+    """Size of one file at most."""
+    overwrite: bool = False
+    """Replace a checkpoint that is there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +189,13 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
     name = _option(args, "--preset") or values.get("preset", "tiny-moe")
     if not isinstance(name, str):
         raise ValueError(f"preset: must be a name, got {name!r}")
-    return updated(with_preset(name), {**values, "preset": name}), args
+    default = with_preset(name)
+    source = _option(args, "--init-from") or values.get("init_from")
+    if isinstance(source, str):
+        from jaxlib_icml.training.runs import model_of
+
+        default = dataclasses.replace(default, model=model_of(source))
+    return updated(default, {**values, "preset": name}), args
 
 
 def _train(args: list[str]) -> int:
@@ -182,19 +225,20 @@ def _train(args: list[str]) -> int:
 
 
 def _generate(args: list[str]) -> int:
-    config = _parse(GenerateConfig, _positional(args, "run"), "icml generate")
+    config = _parse(GenerateConfig, _positional(args, "model"), "icml generate")
     import jax
     import numpy as np
 
     from jaxlib_icml.lm import generate, pad_prompts
-    from jaxlib_icml.training.runs import load_run
+    from jaxlib_icml.training.runs import load_model
 
     sampling = config.sampling()
     if config.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: must be at least 1, got {config.max_new_tokens}")
-    run = load_run(config.run)
-    eos = run.tokenizer.eos_id
-    prompts = [np.concatenate([[eos], ids]).astype(np.int32) for ids in run.tokenizer.encode_batch(config.prompt)]
+    if config.system is not None and not config.chat:
+        raise ValueError("system: needs --chat")
+    run = load_model(config.model)
+    prompts = _prompts(config, run.tokenizer)
     longest = max(len(prompt) for prompt in prompts)
     if longest >= run.config.context_length:
         raise ValueError(
@@ -209,27 +253,47 @@ def _generate(args: list[str]) -> int:
         jax.random.key(config.seed),
         max_new_tokens=min(config.max_new_tokens, run.config.context_length - longest),
         sampling=sampling,
-        stop_tokens=(eos,),
+        stop_tokens=getattr(run.tokenizer, "stop_ids", (run.tokenizer.eos_id,)),
     )
     for prompt, new, length in zip(prompts, np.asarray(out.tokens), np.asarray(out.lengths), strict=True):
         if len(prompts) > 1:
             print("-" * 80)
-        print(run.tokenizer.decode(np.concatenate([prompt, new[:length]])))
+        ids = new[:length] if config.chat else np.concatenate([prompt, new[:length]])
+        print(run.tokenizer.decode(ids[ids < run.tokenizer.vocab_size]))  # a model may have rows to spare
     return 0
 
 
+def _prompts(config: GenerateConfig, tokenizer: "Tokenizer") -> list["np.ndarray"]:
+    import numpy as np
+
+    if config.chat:
+        from jaxlib_icml.lm.chat import Message, render_chat
+        from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
+
+        if not isinstance(tokenizer, HubTokenizer):
+            raise ValueError("chat: the model's tokenizer has no chat tokens")
+        system = [] if config.system is None else [Message("system", config.system)]
+        return [render_chat(tokenizer, [*system, Message("user", text)]) for text in config.prompt]
+    start = np.array([tokenizer.start_id], np.int32)
+    texts = tokenizer.encode_batch(config.prompt)
+    return [np.concatenate([start, ids]) if tokenizer.starts_prompts or not len(ids) else ids for ids in texts]
+
+
 def _eval(args: list[str]) -> int:
-    config = _parse(EvalConfig, _positional(args, "run"), "icml eval")
+    config = _parse(EvalConfig, _positional(args, "model"), "icml eval")
     import math
 
+    from jaxlib_icml.lm.hub import is_pretrained
     from jaxlib_icml.training.corpus import load_corpus
     from jaxlib_icml.training.data import bits_per_byte
     from jaxlib_icml.training.evaluate import total_nats
-    from jaxlib_icml.training.runs import load_run, read_config
+    from jaxlib_icml.training.runs import load_model, read_config
 
-    run = load_run(config.run)
+    run = load_model(config.model)
     if config.data is None:
-        trained = read_config(Path(config.run))
+        if is_pretrained(config.model):
+            raise ValueError("data: name a text; only a run has held-out text of its own")
+        trained = read_config(Path(config.model))
         documents = load_corpus(
             trained.data, held_out_fraction=trained.held_out_fraction, text_field=trained.text_field
         ).held_out
@@ -237,17 +301,57 @@ def _eval(args: list[str]) -> int:
             raise ValueError("data: the run held nothing out; name a text")
     else:
         documents = load_corpus(config.data, held_out_fraction=0.0, text_field=config.text_field).train
+    longest = min(run.config.context_length, 1024) if is_pretrained(config.model) else run.config.context_length
     nats, targets = total_nats(
         run.graphdef,
         run.state,
         run.tokenizer.encode_batch([document.text for document in documents]),
         eos_id=run.tokenizer.eos_id,
+        start_id=run.tokenizer.start_id,
         batch_size=config.batch_size,
+        seq_len=longest if config.context_length is None else config.context_length,
     )
     num_bytes = sum(document.num_bytes for document in documents)
     print(f"text            {len(documents)} documents, {num_bytes} bytes, {targets} tokens")
     print(f"perplexity      {math.exp(nats / targets):.3f} per token")
     print(f"bits per byte   {bits_per_byte(nats, num_bytes):.4f}")
+    return 0
+
+
+def _import(args: list[str]) -> int:
+    config = _parse(ImportConfig, _positional(args, "path"), "icml import")
+    import jax
+
+    from jaxlib_icml.training.runs import import_model
+
+    model = import_model(config.path, config.run_dir)
+    parameters = sum(x.size for x in jax.tree.leaves(model.state))
+    print(
+        f"model           {parameters / 1e6:.2f} M parameters, {model.config.num_layers} layers, "
+        f"context {model.config.context_length}"
+    )
+    print(f"run folder      {config.run_dir}")
+    print(f"next            icml generate {config.run_dir} --prompt TEXT")
+    print(f"                icml train --init-from {config.run_dir} --data PATH")
+    return 0
+
+
+def _export(args: list[str]) -> int:
+    config = _parse(ExportConfig, _positional(args, "run"), "icml export")
+    from jaxlib_icml.lm.hub import export_model
+    from jaxlib_icml.training.runs import load_model
+
+    run = load_model(config.run)
+    family = export_model(
+        config.out,
+        run.config,
+        run.state,
+        run.tokenizer,
+        dtype=config.dtype,
+        max_shard_bytes=config.max_shard_bytes,
+        overwrite=config.overwrite,
+    )
+    print(f"written         {config.out} ({family}, {config.dtype})")
     return 0
 
 
@@ -295,8 +399,10 @@ def _info(args: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a language model, or continue a run"),
-    "generate": (_generate, "continue prompts with a trained run"),
+    "generate": (_generate, "continue prompts with a run or another model"),
     "eval": (_eval, "perplexity and bits per byte of a text"),
+    "import": (_import, "make a run of a model that somebody else trained"),
+    "export": (_export, "write a run as a Hugging Face folder"),
     "info": (_info, "devices, versions and presets"),
 }
 

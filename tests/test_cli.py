@@ -123,7 +123,7 @@ BAD = {
     "data": (["train", "--data", "/nowhere"], "/nowhere"),
     "run": (["generate", "/nowhere"], "holds no run"),
     "sampling": (["generate", "/nowhere", "--top-p", "2"], "top_p"),
-    "no run": (["generate"], "--run"),
+    "no run": (["generate"], "--model"),
     "info": (["info", "x"], "no arguments"),
 }
 

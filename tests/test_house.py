@@ -18,7 +18,18 @@ FAMILIES = (
     *("optim", "moe", "attention", "quant", "stats", "rl", "agents", "multimodal", "interp", "robustness"),
     *("generative", "equivariant", "neural_fields", "graphs"),
 )
-HEAVY = ("torch", "matplotlib", "tokenizers", "tensorboardX", "gymnasium", "sklearn", "pyscf")
+HEAVY = (
+    "torch",
+    "matplotlib",
+    "tokenizers",
+    "transformers",
+    "gguf",
+    "jinja2",
+    "tensorboardX",
+    "gymnasium",
+    "sklearn",
+    "pyscf",
+)
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

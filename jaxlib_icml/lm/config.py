@@ -1,6 +1,7 @@
 """The one configuration of the language model, and its presets."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -127,6 +128,10 @@ class LMConfig:
             raise ValueError(f"head_dim: must be even for rotary embeddings, got {self.resolved_head_dim}")
         if self.num_heads % self.resolved_num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        for field in ("rope_theta", "norm_epsilon"):
+            value = getattr(self, field)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{field}: must be positive, got {value}")
         if self.rope_scaling != "none" and not self.rope_factor >= 1:
             raise ValueError(f"rope_factor: must be at least 1, got {self.rope_factor}")
         if not self.rope_high_frequency_factor > self.rope_low_frequency_factor > 0:

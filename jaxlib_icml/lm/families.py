@@ -5,7 +5,6 @@ family for tensors: which tensors of the file make which parameter, and how. Eve
 refused by name.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +76,7 @@ class _Fields:
         self._values, self._where = values, where
 
     def __call__(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        value = self._values.get(key)
+        value: Any = self._values.get(key)
         if value is None:
             if default is ...:
                 raise ValueError(f"{self._where}: lacks {key}")
@@ -229,12 +228,9 @@ def _rope_from_hub(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         return {"rope_theta": theta}
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"{where}: rope_scaling type {kind!r} is not supported, only linear, llama3 and yarn")
-    found = {
-        "rope_theta": theta,
-        "rope_scaling": kind,
-        "rope_factor": get("factor", float),
-        "rope_original_context": get("original_max_position_embeddings", int, None),
-    }
+    found = {"rope_theta": theta, "rope_scaling": kind, "rope_factor": get("factor", float)}
+    if kind != "linear":
+        found["rope_original_context"] = get("original_max_position_embeddings", int, None)
     if kind == "llama3":
         found["rope_low_frequency_factor"] = get("low_freq_factor", float)
         found["rope_high_frequency_factor"] = get("high_freq_factor", float)
@@ -487,8 +483,18 @@ def config_from_gguf(
     if family == "llama" and experts:
         family = "mixtral"
     scaling = get("rope.scaling.type", str, "none")
+    if scaling not in ("none", "linear", "yarn"):
+        raise ValueError(f"{where}: rope.scaling.type {scaling!r} is not supported, only none, linear and yarn")
     get.require("rope.dimension_count", (None, get("attention.key_length", int, width // max(heads, 1))), None)
     feed_forward = get("expert_feed_forward_length", int, None) or get("feed_forward_length", int)
+    features: dict[str, Any] = {
+        **FAMILIES[family].fixed,
+        "expert_width" if experts else "mlp_width": feed_forward,
+        "qkv_bias": has_tensor("blk.0.attn_q.bias"),
+        "out_bias": has_tensor("blk.0.attn_output.bias"),
+    }
+    if family == "olmoe":
+        features["moe_gate"] = "softmax"
     try:
         config = LMConfig(
             vocab_size=get("vocab_size", int, len(tokens) if tokens is not None else ...),
@@ -505,18 +511,13 @@ def config_from_gguf(
             rope_original_context=get("rope.scaling.original_context_length", int, None),
             tie_embeddings=not has_tensor("output.weight"),
             dtype="auto",
-            **{"expert_width" if experts else "mlp_width": feed_forward},
             num_experts=experts,
             num_active_experts=get("expert_used_count", int, 2),
-            **{"moe_gate": "softmax"} if family == "olmoe" else {},
-            **FAMILIES[family].fixed,
+            **features,
         )
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
-    if scaling not in ("none", "linear", "yarn"):
-        raise ValueError(f"{where}: rope.scaling.type {scaling!r} is not supported, only none, linear and yarn")
-    biases = {"qkv_bias": has_tensor("blk.0.attn_q.bias"), "out_bias": has_tensor("blk.0.attn_output.bias")}
-    return family, dataclasses.replace(config, **biases)  # type: ignore[arg-type]
+    return family, config
 
 
 def gguf_rows(family: str, config: LMConfig) -> Iterator[Row]:

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,13 +31,20 @@ from jaxlib_icml.lm.families import (
     hub_rows,
 )
 from jaxlib_icml.lm.gguf import GGUFFile, unpermute_rotary
-from jaxlib_icml.lm.hub_tokenizer import HubTokenizer, as_hub_tokenizer
+from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
 from jaxlib_icml.lm.safetensors import Checkpoint, open_checkpoint, write_checkpoint
-from jaxlib_icml.lm.tokenizer import Tokenizer
+from jaxlib_icml.lm.tokenizer import ByteTokenizer, Tokenizer, byte_alphabet
 from jaxlib_icml.lm.transformer import Transformer
 from jaxlib_icml.nn import state_shardings
 
-__all__ = ["PretrainedModel", "export_model", "is_pretrained", "load_pretrained"]
+__all__ = [
+    "PretrainedModel",
+    "as_hub_tokenizer",
+    "export_model",
+    "is_pretrained",
+    "load_pretrained",
+    "pretrained_config",
+]
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1 << 24
@@ -133,6 +141,22 @@ def load_pretrained(
     return PretrainedModel(config, source.tokenizer, graphdef, state, source.family)
 
 
+def pretrained_config(path: str | os.PathLike[str]) -> LMConfig:
+    """The architecture of a model that somebody else trained, without its weights.
+
+    Args:
+      path: as for `load_pretrained`.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: as for `load_pretrained`.
+    """
+    place = _download(str(path)) if str(path).startswith("hf://") else Path(path)
+    return (_open_gguf(place) if _has_gguf(place) else _open_hub(place, True, str(path).startswith("hf://"))).config
+
+
 class _Source(NamedTuple):
     """An opened checkpoint: what it is, what it has, and how to read it."""
 
@@ -221,7 +245,7 @@ def _load_state(
             host = np.zeros(leaf.shape, leaf.dtype)
         else:
             host = _read_parameter(source, rows[key], leaf.shape, config, param_dtype)
-        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, lambda index, host=host: host[index]))
+        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__))
     return graphdef, jax.tree.unflatten(treedef, arrays)
 
 
@@ -385,6 +409,42 @@ def _tensors(
             return np.concatenate(pieces, axis=-1).astype(dtype) if len(pieces) > 1 else pieces[0].astype(dtype)
 
         yield name, shape, dtype, contents
+
+
+def as_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer:
+    """The tokenizer of a run in the form that published models have, with the same ids.
+
+    Args:
+      tokenizer: any tokenizer of this package.
+
+    Returns:
+      Its equal; the document boundary becomes the control token "<|endoftext|>".
+
+    Raises:
+      ValueError: the vocabulary has a token of that name.
+
+    >>> as_hub_tokenizer(ByteTokenizer()).encode("né").tolist()
+    [110, 195, 169]
+    """
+    if isinstance(tokenizer, HubTokenizer):
+        return tokenizer
+    boundary = {"id": tokenizer.eos_id, "content": "<|endoftext|>", "special": True, "normalized": False}
+    boundary |= {"single_word": False, "lstrip": False, "rstrip": False}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.save(folder)
+        if isinstance(tokenizer, ByteTokenizer):
+            vocabulary = {sign: value for value, sign in enumerate(byte_alphabet())}
+            level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+            data: dict[str, Any] = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
+            data |= {"pre_tokenizer": level, "decoder": level}
+        else:
+            data = _read_json(folder / "tokenizer.json")
+        data["added_tokens"] = [boundary]
+        (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+        names = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "add_bos_token": True}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+        return HubTokenizer.from_folder(folder)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

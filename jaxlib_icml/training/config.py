@@ -84,6 +84,8 @@ class TrainConfig:
     """File, folder, glob or JSONL file to learn; None: the running Python's standard library."""
     run_dir: str | None = None
     """Folder of the run; None: a new one under runs/. A folder with the same run in it is continued."""
+    init_from: str | None = None
+    """Start from the weights and tokenizer of this run, Hugging Face folder or GGUF file; None: from scratch."""
     steps: int | None = None
     """Number of steps (reproducible bit for bit); None: --minutes decides."""
     minutes: float | None = None

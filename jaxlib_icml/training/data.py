@@ -40,6 +40,7 @@ class PackedDataset:
       token_docs: one integer array of ids per document, without eos; empty documents are dropped.
       eos_id: the id that separates documents.
       seq_len: tokens per row.
+      start_id: the input in front of a document's first token; None: ``eos_id``.
 
     Raises:
       ValueError: no tokens, ids out of range, or a bad ``seq_len``.
@@ -52,7 +53,9 @@ class PackedDataset:
       ([[9, 5, 6, 9, 7]], [[5, 6, 9, 7, 9]], [[1, 1, 1, 2, 2]])
     """
 
-    def __init__(self, token_docs: Sequence[np.ndarray], *, eos_id: int, seq_len: int) -> None:
+    def __init__(
+        self, token_docs: Sequence[np.ndarray], *, eos_id: int, seq_len: int, start_id: int | None = None
+    ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, got {seq_len}")
         if not 0 <= eos_id <= _INT32_MAX:
@@ -70,6 +73,7 @@ class PackedDataset:
             if tokens.min() < 0 or tokens.max() > _INT32_MAX:
                 raise ValueError(f"token_docs[{index}] holds ids outside the non-negative int32")
         self.eos_id = eos_id
+        self.start_id = eos_id if start_id is None else start_id
         self.seq_len = seq_len
         lengths = np.array([tokens.size + 1 for tokens in documents], np.int64)
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -126,7 +130,9 @@ class PackedDataset:
         segments = slots - slots[:, :1] + 1
         positions = np.where(segments == 1, within - within[:, :1], within)
         return {
-            "tokens": np.where(real, self._stream[source], self.eos_id).astype(np.int32),
+            "tokens": np.where(real, np.where(within == 0, self.start_id, self._stream[source]), self.eos_id).astype(
+                np.int32
+            ),
             "targets": np.where(real, self._stream[source + 1], self.eos_id).astype(np.int32),
             "segment_ids": np.where(real, segments, 0).astype(np.int32),
             "positions": np.where(real, positions, 0).astype(np.int32),
@@ -238,6 +244,7 @@ def make_loader(
     process_index: int = 0,
     process_count: int = 1,
     prefetch: int = 2,
+    start_id: int | None = None,
 ) -> BatchIterator:
     """Training batches in an order that depends on the data, the lengths and the seed alone.
 
@@ -257,6 +264,7 @@ def make_loader(
       process_index: which process this is; each gets its own rows of every batch.
       process_count: how many there are.
       prefetch: batches that a background thread prepares ahead; 0 prepares each when asked.
+      start_id: the input in front of a document's first token; None: ``eos_id``.
 
     Returns:
       An iterator of `Batch` with ``batch_size / process_count`` rows, ``get_state`` and ``set_state``.
@@ -270,7 +278,7 @@ def make_loader(
       >>> next(loader)["tokens"].shape, loader.get_state()["next_index"]
       ((4, 8), 1)
     """
-    data = PackedDataset(token_docs, eos_id=eos_id, seq_len=seq_len)
+    data = PackedDataset(token_docs, eos_id=eos_id, seq_len=seq_len, start_id=start_id)
     if seq_len > data.num_targets:
         raise ValueError(f"seq_len {seq_len} is longer than the corpus ({data.num_targets} tokens)")
     if batch_size < 1 or process_count < 1 or batch_size % process_count:
@@ -310,7 +318,13 @@ def make_loader(
 
 
 def evaluation_batches(
-    token_docs: Sequence[np.ndarray], *, eos_id: int, seq_len: int, batch_size: int, overlap: int = 0
+    token_docs: Sequence[np.ndarray],
+    *,
+    eos_id: int,
+    seq_len: int,
+    batch_size: int,
+    overlap: int = 0,
+    start_id: int | None = None,
 ) -> Iterator[Batch]:
     """One pass, in order, in which every token and every closing eos is a weighted target exactly once.
 
@@ -321,6 +335,7 @@ def evaluation_batches(
       batch_size: rows per batch; missing rows of the last batch are padding.
       overlap: rows begin every ``seq_len - overlap`` tokens and the repeated targets weigh 0, so that each
         counted target sees at least ``overlap`` tokens before it (or all of its document's).
+      start_id: the input in front of a document's first token; None: ``eos_id``.
 
     Returns:
       An iterator of `Batch`.
@@ -334,7 +349,7 @@ def evaluation_batches(
       >>> float(sum(batch["weights"].sum() for batch in batches))
       10.0
     """
-    data = PackedDataset(token_docs, eos_id=eos_id, seq_len=seq_len)
+    data = PackedDataset(token_docs, eos_id=eos_id, seq_len=seq_len, start_id=start_id)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     if not 0 <= overlap < seq_len:

@@ -20,6 +20,8 @@ def total_nats(
     eos_id: int,
     batch_size: int = 16,
     overlap: int | None = None,
+    start_id: int | None = None,
+    seq_len: int | None = None,
 ) -> tuple[float, int]:
     """Negative log-likelihood of documents, each token (and each closing eos) predicted once.
 
@@ -29,7 +31,9 @@ def total_nats(
       token_docs: one 1-D integer array per document.
       eos_id: the document boundary.
       batch_size: rows per forward pass.
-      overlap: tokens of context that every row repeats from the row before; None: a quarter of the context length.
+      overlap: tokens of context that every row repeats from the row before; None: a quarter of `seq_len`.
+      start_id: the input in front of a document's first token; None: `eos_id`.
+      seq_len: tokens per row; None: the context length.
 
     Returns:
       `(nats, targets)`: the sum and how many targets it has.
@@ -37,13 +41,17 @@ def total_nats(
     Raises:
       ValueError: no tokens, or an argument out of range.
     """
-    seq_len = nnx.merge(graphdef, state).config.context_length
+    context = nnx.merge(graphdef, state).config.context_length
+    seq_len = context if seq_len is None else seq_len
+    if not 1 <= seq_len <= context:
+        raise ValueError(f"seq_len: must be between 1 and {context}, got {seq_len}")
     batches = evaluation_batches(
         token_docs,
         eos_id=eos_id,
         seq_len=seq_len,
         batch_size=batch_size,
         overlap=seq_len // 4 if overlap is None else overlap,
+        start_id=start_id,
     )
     nats, targets = 0.0, 0.0
     for batch in batches:

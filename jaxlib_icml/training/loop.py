@@ -30,7 +30,7 @@ from jaxlib_icml.training.mesh import batch_sharding, batch_shards, make_mesh
 from jaxlib_icml.training.metrics import MetricsWriter, SpikeDetector, plot_loss
 from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
 from jaxlib_icml.training.progress import Progress, Reporter
-from jaxlib_icml.training.runs import RunFolder, abstract_arrays, model_config, write_text
+from jaxlib_icml.training.runs import LoadedRun, RunFolder, abstract_arrays, load_model, model_config, write_text
 from jaxlib_icml.training.step import StepMetrics, TrainProgram, TrainState, make_train_program
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -125,6 +125,10 @@ class _Run:
     def __init__(self, config: TrainConfig, run_dir: Path, corpus: Corpus, mesh: jax.sharding.Mesh, reporter: Reporter):
         self.config, self.run_dir, self.corpus, self.reporter = config, run_dir, corpus, reporter
         reporter.note(f"corpus: {corpus.description}")
+        # A run that is continued has its own weights and tokenizer.
+        self.initial: LoadedRun | None = None
+        if config.init_from is not None and not (run_dir / "checkpoints").is_dir():
+            self.initial = load_model(config.init_from, mesh=mesh, like=config.model)
         self.tokenizer = self._tokenizer()
         train_tokens = self.tokenizer.encode_batch([d.text for d in corpus.train])
         self.held_out = self.tokenizer.encode_batch([d.text for d in corpus.held_out])
@@ -132,6 +136,7 @@ class _Run:
         self.loader: BatchIterator = make_loader(
             train_tokens,
             eos_id=self.tokenizer.eos_id,
+            start_id=self.tokenizer.start_id,
             seq_len=self.lm_config.context_length,
             batch_size=config.batch_size,
             seed=config.seed,
@@ -157,11 +162,14 @@ class _Run:
         if folder.is_dir():
             return load_tokenizer(folder)
         settings = self.config.tokenizer
-        tokenizer: Tokenizer = (
-            ByteTokenizer()
-            if settings.kind == "bytes"
-            else BPETokenizer.train([d.text for d in self.corpus.train], settings.vocab_size, seed=self.config.seed)
-        )
+        tokenizer: Tokenizer
+        if self.initial is not None:
+            tokenizer = self.initial.tokenizer
+        elif settings.kind == "bytes":
+            tokenizer = ByteTokenizer()
+        else:
+            texts = [d.text for d in self.corpus.train]
+            tokenizer = BPETokenizer.train(texts, settings.vocab_size, seed=self.config.seed)
         partial = self.run_dir / ".tokenizer"
         tokenizer.save(partial)
         partial.rename(folder)
@@ -211,7 +219,20 @@ class _Run:
     def _start(self, checkpointer: Checkpointer) -> tuple[TrainState, float]:
         step = checkpointer.latest_step
         if step is None:
-            return self.program.init(jax.random.key(self.config.seed)), 0.0
+            state = self.program.init(jax.random.key(self.config.seed))
+            if self.initial is None:
+                return state, 0.0
+            self.reporter.note(f"starting from {self.config.init_from}")
+            params, rest = (
+                jax.device_put(part, where)
+                for part, where in zip(
+                    nnx.split_state(self.initial.state, nnx.Param, ...),
+                    (self.program.shardings.params, self.program.shardings.rest),
+                    strict=True,
+                )
+            )
+            self.initial = None
+            return state._replace(params=params, rest=rest), 0.0
         abstract, shardings = self.program.abstract, self.program.shardings
         model = abstract_arrays((abstract.params, abstract.rest), (shardings.params, shardings.rest))
         optimizer = abstract_arrays(
@@ -290,6 +311,7 @@ class _Run:
             model,
             documents,
             eos_id=self.tokenizer.eos_id,
+            start_id=self.tokenizer.start_id,
             batch_size=self.config.batch_size,
         )
         return bits_per_byte(nats, num_bytes)
@@ -308,9 +330,9 @@ class _Run:
         if not length or context < 2:
             return []
         beginnings = ["", *(d.text[:_SAMPLE_PROMPT_BYTES] for d in self.corpus.held_out[:2])]
-        eos = np.array([self.tokenizer.eos_id], np.int32)
+        start = np.array([self.tokenizer.start_id], np.int32)
         length = min(length, context - 1)
-        prompts = [np.concatenate([eos, self.tokenizer.encode(text)])[: context - length] for text in beginnings]
+        prompts = [np.concatenate([start, self.tokenizer.encode(text)])[: context - length] for text in beginnings]
         tokens, lengths = pad_prompts(prompts)
         out = generate(
             self.program.graphdef,

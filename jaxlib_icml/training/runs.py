@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxlib_icml.lm import LMConfig, Transformer, split_model
 from jaxlib_icml.lm.tokenizer import Tokenizer, load_tokenizer
-from jaxlib_icml.training.checkpoints import Checkpointer
+from jaxlib_icml.nn import state_shardings
+from jaxlib_icml.training.checkpoints import Checkpointer, named_arrays
 from jaxlib_icml.training.config import TrainConfig, differences, updated
 
 CONFIG_FILE = "config.json"
@@ -133,11 +135,14 @@ class LoadedRun(NamedTuple):
     step: int
 
 
-def load_run(run_dir: str | Path) -> LoadedRun:
-    """Load the newest checkpoint of a run onto the default device.
+def load_run(run_dir: str | Path, *, mesh: Mesh | None = None, like: LMConfig | None = None) -> LoadedRun:
+    """Load the newest checkpoint of a run.
 
     Args:
-      run_dir: the folder that `icml train` wrote.
+      run_dir: the folder that `icml train` or `icml import` wrote.
+      mesh: put every parameter where its logical axes belong; None: on the default device.
+      like: an architecture with the same parameters to use instead of the run's own, for example with a longer
+        context; None: the run's.
 
     Returns:
       `LoadedRun`.
@@ -148,10 +153,12 @@ def load_run(run_dir: str | Path) -> LoadedRun:
     run_dir = Path(run_dir)
     train_config = read_config(run_dir)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
-    config = model_config(train_config, tokenizer)
+    config = model_config(train_config if like is None else dataclasses.replace(train_config, model=like), tokenizer)
     graphdef, params, rest = split_model(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = abstract_arrays((params, rest), device)
+    shardings: Any = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if mesh is not None:
+        shardings = (state_shardings(params, mesh), state_shardings(rest, mesh))
+    abstract = abstract_arrays((params, rest), shardings)
     if not (run_dir / "checkpoints").is_dir():
         raise ValueError(f"run: {run_dir} has no checkpoint yet")
     with Checkpointer(run_dir / "checkpoints") as checkpointer:
@@ -162,8 +169,92 @@ def load_run(run_dir: str | Path) -> LoadedRun:
     return LoadedRun(config, tokenizer, graphdef, nnx.merge_state(params, rest), step)
 
 
+def load_model(path: str | Path, *, mesh: Mesh | None = None, like: LMConfig | None = None) -> LoadedRun:
+    """Load a run, or a model that somebody else trained.
+
+    Args:
+      path: a run's folder, or what `jaxlib_icml.lm.hub.load_pretrained` reads.
+      mesh: put every parameter where its logical axes belong; None: on the default device.
+      like: an architecture with the same parameters to use instead of the model's own; None: its own.
+
+    Returns:
+      `LoadedRun`; `step` is 0 for other people's models.
+
+    Raises:
+      ValueError: nothing to load there, or files that do not fit one another.
+    """
+    from jaxlib_icml.lm.hub import is_pretrained, load_pretrained
+
+    if not is_pretrained(path):
+        return load_run(path, mesh=mesh, like=like)
+    model = load_pretrained(path, mesh=mesh, scan_layers=like is not None and like.scan_layers)
+    config, graphdef = model.config, model.graphdef
+    if like is not None:
+        config = dataclasses.replace(like, vocab_size=config.vocab_size)
+        graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+        _check_same_parameters(abstract, model.state, str(path))
+    return LoadedRun(config, model.tokenizer, graphdef, model.state, 0)
+
+
+def model_of(path: str | Path) -> LMConfig:
+    """The architecture of a run, or of a model that somebody else trained, without its weights.
+
+    Args:
+      path: as for `load_model`.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: nothing to load there.
+    """
+    from jaxlib_icml.lm.hub import is_pretrained, pretrained_config
+
+    if is_pretrained(path):
+        return pretrained_config(path)
+    return model_config(read_config(Path(path)), load_tokenizer(Path(path) / "tokenizer"))
+
+
+def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
+    """Turn a model that somebody else trained into a run folder, with its weights as the checkpoint of step 0.
+
+    Args:
+      path: what `jaxlib_icml.lm.hub.load_pretrained` reads.
+      run_dir: a new folder.
+
+    Returns:
+      The model.
+
+    Raises:
+      ValueError: nothing to load there, or a folder that is in use.
+    """
+    run_dir = Path(run_dir)
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ValueError(f"run_dir: {run_dir} is not empty")
+    model = load_model(path)
+    config = TrainConfig(preset=Path(path).name or "imported", model=model.config, init_from=str(path))
+    with RunFolder(run_dir, config) as folder:
+        try:
+            model.tokenizer.save(run_dir / "tokenizer")
+            with Checkpointer(run_dir / "checkpoints") as checkpointer:
+                checkpointer.save(0, nnx.split_state(model.state, nnx.Param, ...), {}, {})
+        except BaseException:
+            folder.discard()
+            raise
+    return model
+
+
+def _check_same_parameters(wanted: nnx.State, given: nnx.State, where: str) -> None:
+    shapes = [{name: x.shape for name, x in named_arrays(state).items()} for state in (wanted, given)]
+    if shapes[0] != shapes[1]:
+        different = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ValueError(f"init_from: {where} and the model differ in {', '.join(different[:3])}")
+
+
 def model_config(config: TrainConfig, tokenizer: Tokenizer) -> LMConfig:
-    """The model of a run, with the vocabulary that its tokenizer has."""
+    """The model of a run, with the vocabulary of its tokenizer; models from elsewhere may have rows to spare."""
+    if config.init_from is not None and config.model.vocab_size >= tokenizer.vocab_size:
+        return config.model
     return dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
 
 
