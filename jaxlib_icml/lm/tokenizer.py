@@ -4,6 +4,7 @@ Both are lossless for every text, know exactly one special id (the document boun
 read it from text: a document that contains "<|endoftext|>" is that document, not a command.
 """
 
+import collections
 import functools
 import json
 import os
@@ -53,6 +54,16 @@ class Tokenizer(Protocol):
         """The document boundary: precedes the first token of a document and follows its last."""
         ...
 
+    @property
+    def start_id(self) -> int:
+        """What precedes the first token of a document; ``eos_id`` unless the model has a token of its own for it."""
+        ...
+
+    @property
+    def starts_prompts(self) -> bool:
+        """Whether the model saw ``start_id`` in front of every text, so that prompts need it too."""
+        ...
+
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Ids of the text, without ``eos_id``."""
         ...
@@ -98,6 +109,16 @@ class ByteTokenizer:
     def eos_id(self) -> int:
         """256."""
         return _NUM_BYTES
+
+    @property
+    def start_id(self) -> int:
+        """``eos_id``."""
+        return self.eos_id
+
+    @property
+    def starts_prompts(self) -> bool:
+        """True."""
+        return True
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """UTF-8 bytes of the text."""
@@ -154,7 +175,7 @@ class BPETokenizer:
             self._model = library.Tokenizer.from_str(model_json)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{_MODEL_FILE}: not a usable tokenizer: {error}") from error
-        byte_of = {sign: value for value, sign in enumerate(_byte_alphabet())}
+        byte_of = {sign: value for value, sign in enumerate(byte_alphabet())}
         self._pieces = [bytes(byte_of[sign] for sign in token) for token in vocab] + [b""]
 
     @classmethod
@@ -222,6 +243,16 @@ class BPETokenizer:
         """The last id."""
         return len(self._pieces) - 1
 
+    @property
+    def start_id(self) -> int:
+        """``eos_id``."""
+        return self.eos_id
+
+    @property
+    def starts_prompts(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """Ids of the text, without ``eos_id``."""
         return self.encode_batch([text])[0]
@@ -252,7 +283,7 @@ class BPETokenizer:
         _write_info(folder, {"kind": "bpe", "vocab_size": self.vocab_size, "eos_id": self.eos_id})
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokenizer:
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Reads what ``save`` wrote; the files are checked, not trusted.
 
     Args:
@@ -273,13 +304,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> ByteTokenizer | BPETokeniz
     """
     info = _parse_json(_read(Path(folder, _INFO_FILE)), str(Path(folder, _INFO_FILE)))
     kind = info.get("kind")
-    tokenizer: ByteTokenizer | BPETokenizer
+    tokenizer: Tokenizer
     if kind == "byte":
         tokenizer = ByteTokenizer()
     elif kind == "bpe":
         tokenizer = BPETokenizer(_read(Path(folder, _MODEL_FILE)))
+    elif kind == "hub":
+        from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
+
+        tokenizer = HubTokenizer.from_folder(folder, stop_ids=info.get("stop_ids"))
     else:
-        raise ValueError(f"{Path(folder, _INFO_FILE)}: kind must be 'byte' or 'bpe', got {kind!r}")
+        raise ValueError(f"{Path(folder, _INFO_FILE)}: kind must be 'byte', 'bpe' or 'hub', got {kind!r}")
     for name in ("vocab_size", "eos_id"):
         if info.get(name) != getattr(tokenizer, name):
             raise ValueError(
@@ -302,7 +337,7 @@ def _tokenizers() -> Any:
 
 
 @functools.cache
-def _byte_alphabet() -> tuple[str, ...]:
+def byte_alphabet() -> tuple[str, ...]:
     """The printable sign by which byte-level BPE files write each byte value (the convention of GPT-2).
 
     Printable Latin-1 signs stand for themselves; the other bytes take the code points from 256 on, in order.
@@ -392,7 +427,7 @@ def _check_model(model_json: str) -> list[str]:
         all(type(index) is int for index in ids) and sorted(ids) == list(range(len(ids))),
         "model.vocab must number its tokens 0, 1, 2, ... without gaps",
     )
-    alphabet = frozenset(_byte_alphabet())
+    alphabet = frozenset(byte_alphabet())
     missing = alphabet - vocab.keys()
     require(not missing, f"model.vocab lacks {len(missing)} of the 256 byte tokens")
     require(
@@ -414,13 +449,22 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 text") from error
 
 
-def _parse_json(text: str, where: str) -> dict[str, Any]:
+def _parse_json(text: str, where: str, *, unique_keys: bool = False) -> dict[str, Any]:
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_unique_object if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        repeated = counts.most_common(1)[0][0]
+        raise ValueError(f"the key {repeated[:80]!r} appears twice")
     return data
 
 

@@ -282,7 +282,7 @@ class TestUntrustedFiles:
         [
             ("{", "not valid JSON"),
             ("[]", "expected a JSON object, got list"),
-            ('{"kind": "word"}', "kind must be 'byte' or 'bpe', got 'word'"),
+            ('{"kind": "word"}', "kind must be 'byte', 'bpe' or 'hub', got 'word'"),
             (
                 '{"kind": "byte", "vocab_size": 300, "eos_id": 256}',
                 "vocab_size is 300 but the tokenizer has 257",
