@@ -76,6 +76,7 @@ def test_everything_written_is_read_back(tmp_path):
         assert info.start % wanted.dtype.itemsize == 0
 
 
+@pytest.mark.peer
 def test_the_library_writes_what_we_read(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     tensors = all_tensors()
@@ -88,6 +89,7 @@ def test_the_library_writes_what_we_read(tmp_path):
         assert_same(file.read(name), wanted)
 
 
+@pytest.mark.peer
 def test_the_library_reads_what_we_write(tmp_path):
     library = pytest.importorskip("safetensors")
     tensors = all_tensors()

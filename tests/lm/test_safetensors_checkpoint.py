@@ -126,6 +126,7 @@ class TestRoundTrip:
         assert size < peak < 2.5 * size
         assert open_checkpoint(tmp_path).read("x5")[-1] == 5
 
+    @pytest.mark.peer
     def test_the_library_reads_the_parts(self, tmp_path):
         torch = pytest.importorskip("torch")
         loading = pytest.importorskip("safetensors.torch")

@@ -206,6 +206,7 @@ def test_damaged_headers_take_no_memory_of_their_own():
             assert peak < 16 * len(header) + 20_000
 
 
+@pytest.mark.peer
 def test_what_is_believed_the_library_believes():
     library = pytest.importorskip("safetensors")
     believed = 0
