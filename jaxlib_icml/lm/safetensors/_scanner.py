@@ -49,13 +49,17 @@ class Scanner:
         at = f"at character {self.position}"
         self.fail(f"expected {wanted} {at}, " + (f"found {found!r}" if found else "found the end"))
 
-    def next_is(self, sign: str) -> bool:
-        """Whether the next sign is this one, which is then consumed."""
+    def _skip_space(self) -> None:
         match = _SPACE.match(self.text, self.position)
         assert match is not None  # the pattern matches nothing, too
         self.position = match.end()
+
+    def next_is(self, sign: str) -> bool:
+        """Whether the next sign is this one, which is then consumed."""
         if not self.text.startswith(sign, self.position):
-            return False
+            self._skip_space()
+            if not self.text.startswith(sign, self.position):
+                return False
         self.position += len(sign)
         return True
 
@@ -79,7 +83,7 @@ class Scanner:
 
     def integer(self) -> int:
         """An integer between 0 and 2^63 - 1."""
-        self.next_is("")
+        self._skip_space()
         match = _INTEGER.match(self.text, self.position)
         if match is None:
             self.unexpected("an integer")
@@ -142,6 +146,6 @@ class Scanner:
 
     def end(self) -> None:
         """Nothing but white space follows."""
-        self.next_is("")
+        self._skip_space()
         if self.position != len(self.text):
             self.unexpected("the end")
