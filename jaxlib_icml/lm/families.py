@@ -5,8 +5,10 @@ family for tensors: which tensors of the file make which parameter, and how. Eve
 refused by name.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jaxlib_icml.lm.config import LMConfig
 
@@ -75,18 +77,16 @@ class _Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self._values, self._where = values, where
 
-    def __call__(self, key: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
+    def __call__(self, key: str, kind: type, default: Any = ...) -> Any:
         value: Any = self._values.get(key)
         if value is None:
             if default is ...:
                 raise ValueError(f"{self._where}: lacks {key}")
             return default
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        if kinds == (float,):
-            kinds = (float, int)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ValueError(f"{self._where}: {key} must be of type {kinds[0].__name__}, got {value!r}")
-        return float(value) if kind is float else value
+        valid = isinstance(value, (float, int) if kind is float else kind)
+        if not valid or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}")
+        return kind(value)
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         """Refuse what we do not have."""
@@ -456,13 +456,13 @@ _GGUF_TOP = {
 
 
 def config_from_gguf(
-    metadata: Mapping[str, Any], has_tensor: Callable[[str], bool], where: str = "GGUF"
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str = "GGUF"
 ) -> tuple[str, LMConfig]:
     """The family and architecture that a GGUF file describes.
 
     Args:
       metadata: its key/value pairs.
-      has_tensor: whether the file has a tensor of that name (an output head, biases).
+      shapes: the shapes of its tensors; they tell the size of the vocabulary, an output head and biases.
       where: the file's name, for messages.
 
     Returns:
@@ -476,8 +476,9 @@ def config_from_gguf(
         known = ", ".join(_GGUF_FAMILIES)
         raise ValueError(f"{where}: general.architecture {architecture!r} is not supported; there are {known}")
     family = _GGUF_FAMILIES[architecture]
-    get = _Fields({key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}, where)
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    get = _Fields({key.removeprefix(f"{architecture}."): _decimal(value) for key, value in metadata.items()}, where)
+    if "token_embd.weight" not in shapes:
+        raise ValueError(f"{where}: lacks tensor token_embd.weight")
     heads, width = get("attention.head_count", int), get("embedding_length", int)
     experts = get("expert_count", int, 0)
     if family == "llama" and experts:
@@ -490,14 +491,14 @@ def config_from_gguf(
     features: dict[str, Any] = {
         **FAMILIES[family].fixed,
         "expert_width" if experts else "mlp_width": feed_forward,
-        "qkv_bias": has_tensor("blk.0.attn_q.bias"),
-        "out_bias": has_tensor("blk.0.attn_output.bias"),
+        "qkv_bias": "blk.0.attn_q.bias" in shapes,
+        "out_bias": "blk.0.attn_output.bias" in shapes,
     }
     if family == "olmoe":
         features["moe_gate"] = "softmax"
     try:
         config = LMConfig(
-            vocab_size=get("vocab_size", int, len(tokens) if tokens is not None else ...),
+            vocab_size=shapes["token_embd.weight"][0],
             context_length=get("context_length", int),
             width=width,
             num_layers=get("block_count", int),
@@ -509,7 +510,7 @@ def config_from_gguf(
             rope_scaling=scaling,
             rope_factor=get("rope.scaling.factor", float, 1.0),
             rope_original_context=get("rope.scaling.original_context_length", int, None),
-            tie_embeddings=not has_tensor("output.weight"),
+            tie_embeddings="output.weight" not in shapes,
             dtype="auto",
             num_experts=experts,
             num_active_experts=get("expert_used_count", int, 2),
@@ -518,6 +519,11 @@ def config_from_gguf(
     except ValueError as error:
         raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
     return family, config
+
+
+def _decimal(value: Any) -> Any:
+    """The decimal number that somebody rounded to float32: 1e-6, not 9.99999997e-7."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def gguf_rows(family: str, config: LMConfig) -> Iterator[Row]:

@@ -203,7 +203,9 @@ def _open_gguf(place: Path) -> _Source:
             raise ValueError(f"{place}: has {len(files)} GGUF files; name one of them")
         (place,) = files
     file = GGUFFile(place)
-    family, config = config_from_gguf(file.metadata, file.tensors.__contains__, str(place))
+    family, config = config_from_gguf(
+        file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, str(place)
+    )
     names = set(file.tensors)
     if "rope_freqs.weight" in names:
         names.remove("rope_freqs.weight")
