@@ -280,9 +280,11 @@ def _two_files(root: Path, config: dict[str, Any], config_path: Path) -> dict[st
 def _add_declared_tokens(data: dict[str, Any], config: dict[str, Any], path: Path) -> None:
     """Adds what ``tokenizer_config.json`` lists under ``added_tokens_decoder`` and ``tokenizer.json`` does not."""
     declared = config.get("added_tokens_decoder") or {}
-    added = data.get("added_tokens") or []
-    if not isinstance(declared, dict) or not isinstance(added, list):
-        raise ValueError(f"{path}: added_tokens_decoder must be an object, and added_tokens a list")
+    if not isinstance(declared, dict):
+        raise ValueError(f"{path}: added_tokens_decoder must be an object, got {type(declared).__name__}")
+    added = [] if data.get("added_tokens") is None else data["added_tokens"]
+    if not isinstance(added, list):
+        return  # refused with the rest of that file
     known = {entry.get("content"): entry for entry in added if isinstance(entry, dict)}
     for key, entry in declared.items():
         where = f"{path}: added_tokens_decoder[{key!r}]"

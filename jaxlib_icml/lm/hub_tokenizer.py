@@ -119,8 +119,7 @@ class HubTokenizer:
         """
         tokenizer = cls(read_folder(folder))
         if stop_ids is not None:
-            known = tokenizer._model.control.values()
-            if not isinstance(stop_ids, list | tuple) or any(type(i) is not int or i not in known for i in stop_ids):
+            if not set(stop_ids) <= set(tokenizer._model.control.values()):
                 raise ValueError(f"{os.fspath(folder)}: stop_ids must be ids of special tokens, got {stop_ids!r}")
             tokenizer._stop_ids = tuple(stop_ids)
         return tokenizer
@@ -361,9 +360,10 @@ class HubTokenizer:
         strict = strict and self._model.has_text_tokens
         encoder = self._encoders.get((strict, start))
         if encoder is None:
+            library = _tokenizers()
             content = json.dumps(self._model.encoder_json(strict=strict, start=start))
             try:
-                encoder = _tokenizers().Tokenizer.from_str(content)
+                encoder = library.Tokenizer.from_str(content)
             except Exception as error:  # the library raises plain Exception
                 raise ValueError(f"{self._files.source}: not a usable tokenizer: {str(error)[:200]}") from error
             self._encoders[strict, start] = encoder

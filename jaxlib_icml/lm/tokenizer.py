@@ -312,7 +312,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     elif kind == "hub":
         from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
 
-        tokenizer = HubTokenizer.from_folder(folder, stop_ids=info.get("stop_ids"))
+        stop_ids = info.get("stop_ids")
+        if not isinstance(stop_ids, list) or not all(type(index) is int for index in stop_ids):
+            raise ValueError(f"{Path(folder, _INFO_FILE)}: stop_ids must be a list of ids, got {str(stop_ids)[:80]}")
+        tokenizer = HubTokenizer.from_folder(folder, stop_ids=stop_ids)
     else:
         raise ValueError(f"{Path(folder, _INFO_FILE)}: kind must be 'byte', 'bpe' or 'hub', got {kind!r}")
     for name in ("vocab_size", "eos_id"):
