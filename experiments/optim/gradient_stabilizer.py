@@ -11,8 +11,8 @@ use Adam:
 
 The protections that people use, and the paper's, run in the first four parts, the winsorized variants of ours in
 `spike`, four arms in the last two. SPAM brings its own Adam and forgets its moments five times per run.
-`optax.apply_if_finite` has no arm of its own: outside `fp16` no gradient was ever non-finite (counted), and there the
-loss scale leaves out the same steps for every arm.
+`optax.apply_if_finite` has no arm of its own: it changes nothing in a run whose gradients are all finite, as those of
+every best rate are (non-finite ones are counted), and in `fp16` the loss scale leaves out the same steps for all.
 """
 
 import itertools

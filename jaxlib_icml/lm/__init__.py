@@ -5,7 +5,7 @@ from jaxlib_icml.lm.config import PRESETS, LMConfig, preset
 from jaxlib_icml.lm.generate import Generation, Sampling, generate, pad_prompts, sample
 from jaxlib_icml.lm.hooks import HOOK_POINTS, Edit
 from jaxlib_icml.lm.loss import LossAux, cross_entropy_sum, loss_fn
-from jaxlib_icml.lm.transformer import LMOutput, Transformer, split_model
+from jaxlib_icml.lm.transformer import LMOutput, Transformer, abstract_transformer, split_model
 
 __all__ = [
     "HOOK_POINTS",
@@ -19,6 +19,7 @@ __all__ = [
     "LossAux",
     "Sampling",
     "Transformer",
+    "abstract_transformer",
     "cross_entropy_sum",
     "generate",
     "init_cache",

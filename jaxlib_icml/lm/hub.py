@@ -10,7 +10,9 @@ import json
 import math
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ from jaxlib_icml.lm.gguf import GGUFFile, unpermute_rotary
 from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
 from jaxlib_icml.lm.safetensors import Checkpoint, open_checkpoint, write_checkpoint
 from jaxlib_icml.lm.tokenizer import ByteTokenizer, Tokenizer, byte_alphabet
-from jaxlib_icml.lm.transformer import Transformer
+from jaxlib_icml.lm.transformer import abstract_transformer
 from jaxlib_icml.nn import state_shardings
 
 __all__ = [
@@ -167,6 +169,8 @@ class _Source(NamedTuple):
     names: frozenset[str]
     read: Read
     rows: tuple[Row, ...]
+    is_mapped: bool
+    """Whether `read` returns views, which cost no memory."""
 
 
 def _open_hub(place: Path, check_finite: bool, follow_symlinks: bool) -> _Source:
@@ -184,7 +188,7 @@ def _open_hub(place: Path, check_finite: bool, follow_symlinks: bool) -> _Source
     if prefix:
         inner, names = read, frozenset(prefix + name for name in names)
         read = lambda name: inner(name.removeprefix(prefix))  # noqa: E731
-    return _Source(str(place), family, config, tokenizer, names, read, rows)
+    return _Source(str(place), family, config, tokenizer, names, read, rows, is_mapped=True)
 
 
 def _missing_prefix(checkpoint: Checkpoint) -> str:
@@ -211,7 +215,9 @@ def _open_gguf(place: Path) -> _Source:
         names.remove("rope_freqs.weight")
         config = _llama3_scaling(config, file.read("rope_freqs.weight"), str(place))
     rows = tuple(gguf_rows(family, config))
-    return _Source(str(place), family, config, HubTokenizer.from_gguf(file.metadata), frozenset(names), file.read, rows)
+    return _Source(
+        str(place), family, config, HubTokenizer.from_gguf(file.metadata), frozenset(names), file.read, rows, False
+    )
 
 
 def _llama3_scaling(config: LMConfig, divisors: np.ndarray, where: str) -> LMConfig:
@@ -232,7 +238,7 @@ def _load_state(
     source: _Source, config: LMConfig, mesh: Mesh | None, param_dtype: np.dtype
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """Fill the parameters one by one."""
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, abstract = nnx.split(abstract_transformer(config))
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     shardings: list[Any] = [SingleDeviceSharding(jax.devices()[0])] * len(flat)
     if mesh is not None:
@@ -240,15 +246,45 @@ def _load_state(
     rows = _by_parameter(source.rows, config.scan_layers)
     _check_names(source, {name for group in rows.values() for row in group for name in row.names})
 
-    arrays = []
-    for (path, leaf), sharding in zip(flat, shardings, strict=True):
+    memory = _Memory()
+
+    def load(entry: tuple[Any, Any], sharding: Any) -> jax.Array:
+        path, leaf = entry
         key = _key(path)
         if key[-1] == "expert_bias":
             host = np.zeros(leaf.shape, leaf.dtype)
         else:
-            host = _read_parameter(source, rows[key], leaf.shape, config, param_dtype)
-        arrays.append(jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__))
-    return graphdef, jax.tree.unflatten(treedef, arrays)
+            host = memory.array(leaf.shape, param_dtype) if mesh is None else np.empty(leaf.shape, param_dtype)
+            _read_parameter(source, rows[key], host, config)
+        return jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__)
+
+    if mesh is not None or not source.is_mapped:  # one tensor at a time, besides the model
+        return graphdef, jax.tree.unflatten(treedef, map(load, flat, shardings))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return graphdef, jax.tree.unflatten(treedef, pool.map(load, flat, shardings))
+
+
+class _Memory:
+    """Memory for arrays, in pieces large enough for huge pages (half the time of a copy is page faults) and aligned
+    so that JAX takes the arrays as they are."""
+
+    _PIECE, _ALIGNMENT = 1 << 26, 64
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._piece, self._used = np.empty(0, np.uint8), 0
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised array."""
+        size = math.prod(shape) * dtype.itemsize
+        room = -(-size // self._ALIGNMENT) * self._ALIGNMENT
+        with self._lock:
+            if self._used + room > self._piece.size:
+                piece = np.empty(max(room, self._PIECE) + self._ALIGNMENT, np.uint8)
+                self._piece, self._used = piece[-piece.ctypes.data % self._ALIGNMENT :], 0
+            start = self._used
+            self._used += room
+            return self._piece[start : start + size].view(dtype).reshape(shape)
 
 
 def _by_parameter(rows: Sequence[Row], scan_layers: bool) -> dict[Path_, list[Row]]:
@@ -279,19 +315,15 @@ def _check_names(source: _Source, wanted: set[str]) -> None:
         )
 
 
-def _read_parameter(
-    source: _Source, rows: list[Row], shape: tuple[int, ...], config: LMConfig, dtype: np.dtype
-) -> np.ndarray:
-    """One parameter, (layers, ...) of several rows; always memory of its own."""
+def _read_parameter(source: _Source, rows: list[Row], out: np.ndarray, config: LMConfig) -> None:
+    """One parameter, (layers, ...) of several rows."""
     stacked = config.scan_layers and rows[0].path[0] == "layers"
-    out = np.empty(shape, dtype)
     for row, target in zip(rows, out if stacked else [out], strict=True):
         if len(row.names) > 1:
             for name, expert in zip(row.names, target, strict=True):
                 _copy(source, row, name, expert, config)
         else:
             _copy(source, row, row.names[0], target, config)
-    return out
 
 
 def _copy(source: _Source, row: Row, name: str, target: np.ndarray, config: LMConfig) -> None:
@@ -321,7 +353,7 @@ def _matrix_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
     return math.prod(shape[:inputs]), math.prod(shape[inputs:])
 
 
-def _assign(target: np.ndarray, array: np.ndarray, block: int = 128) -> None:
+def _assign(target: np.ndarray, array: np.ndarray, block: int = 64) -> None:
     """target[...] = array, in blocks that stay in cache while a transposed array is read along its rows."""
     if array.flags.c_contiguous or array.ndim < 2:
         target[...] = array

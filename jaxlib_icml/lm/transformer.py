@@ -1,5 +1,6 @@
 """The decoder-only transformer that the language-model methods share."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -268,6 +269,28 @@ def _restarted(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     places = jnp.arange(segment_ids.shape[1])
     begins = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
     return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
+
+
+def abstract_transformer(config: LMConfig) -> Transformer:
+    """A model without arrays: its variables hold `jax.ShapeDtypeStruct`s.
+
+    Only one layer is traced (tracing all of them takes seconds for deep models); the others are copies.
+
+    Args:
+      config: sizes and options.
+
+    Returns:
+      The model; `nnx.split` gives the graph and the abstract state.
+
+    >>> nnx.split(abstract_transformer(LMConfig()))[1]["embed"]["embedding"].shape
+    (257, 128)
+    """
+    first = config if config.scan_layers else dataclasses.replace(config, num_layers=1)
+    model = nnx.eval_shape(lambda: Transformer(first, rngs=nnx.Rngs(0)))
+    if not config.scan_layers:
+        model.config = config
+        model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.num_layers)])
+    return model
 
 
 def split_model(model: Transformer) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:

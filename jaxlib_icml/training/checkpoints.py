@@ -102,24 +102,19 @@ class Checkpointer:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, model: Any, optimizer: Any, meta: Mapping[str, Any]) -> None:
+    def save(self, step: int, model: Any, optimizer: Any | None, meta: Mapping[str, Any]) -> None:
         """Start saving; returns once the arrays are copied to host memory.
 
         Args:
           step: the step number, larger than that of any earlier save.
           model: pytree of the model's arrays.
-          optimizer: pytree of everything else that continuing needs.
+          optimizer: pytree of everything else that continuing needs; None: a model that nothing was trained of here.
           meta: JSON-able values (data position, elapsed time).
         """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                model=ocp.args.StandardSave(named_arrays(model)),
-                optimizer=ocp.args.StandardSave(named_arrays(optimizer)),
-                meta=ocp.args.JsonSave(dict(meta)),
-            ),
-            force=True,
-        )
+        items = {"model": ocp.args.StandardSave(named_arrays(model)), "meta": ocp.args.JsonSave(dict(meta))}
+        if optimizer is not None:
+            items["optimizer"] = ocp.args.StandardSave(named_arrays(optimizer))
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self, step: int, model: Any, optimizer: Any) -> tuple[Any, Any, dict[str, Any]]:
         """Read a whole checkpoint.
@@ -170,6 +165,8 @@ class Checkpointer:
     def _expect(self, step: int, item: str, like: Any) -> dict[str, Any]:
         """Check the saved names and shapes before any array is read."""
         saved = self._manager.item_metadata(step)[item]
+        if saved is None:
+            raise ValueError(f"checkpoint: holds no {item}; an imported model is trained with --init-from")
         described = {name: jax.ShapeDtypeStruct(meta.shape, np.dtype(meta.dtype)) for name, meta in dict(saved).items()}
         from_named_arrays(like, described)
         return named_arrays(like)

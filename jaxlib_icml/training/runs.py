@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxlib_icml.lm import LMConfig, Transformer, split_model
+from jaxlib_icml.lm import LMConfig, abstract_transformer, split_model
 from jaxlib_icml.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.training.checkpoints import Checkpointer, named_arrays
@@ -154,7 +154,7 @@ def load_run(run_dir: str | Path, *, mesh: Mesh | None = None, like: LMConfig | 
     train_config = read_config(run_dir)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
     config = model_config(train_config if like is None else dataclasses.replace(train_config, model=like), tokenizer)
-    graphdef, params, rest = split_model(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, params, rest = split_model(abstract_transformer(config))
     shardings: Any = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if mesh is not None:
         shardings = (state_shardings(params, mesh), state_shardings(rest, mesh))
@@ -191,7 +191,7 @@ def load_model(path: str | Path, *, mesh: Mesh | None = None, like: LMConfig | N
     config, graphdef = model.config, model.graphdef
     if like is not None:
         config = dataclasses.replace(like, vocab_size=config.vocab_size)
-        graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+        graphdef, abstract = nnx.split(abstract_transformer(config))
         _check_same_parameters(abstract, model.state, str(path))
     return LoadedRun(config, model.tokenizer, graphdef, model.state, 0)
 
@@ -237,7 +237,7 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
         try:
             model.tokenizer.save(run_dir / "tokenizer")
             with Checkpointer(run_dir / "checkpoints") as checkpointer:
-                checkpointer.save(0, nnx.split_state(model.state, nnx.Param, ...), {}, {})
+                checkpointer.save(0, nnx.split_state(model.state, nnx.Param, ...), None, {})
         except BaseException:
             folder.discard()
             raise

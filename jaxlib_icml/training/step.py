@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxlib_icml.lm import LMConfig, LossAux, Transformer, loss_fn, split_model
+from jaxlib_icml.lm import LMConfig, LossAux, Transformer, abstract_transformer, loss_fn, split_model
 from jaxlib_icml.moe import RoutingStats
 from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import StabilizerState, find_states, stabilizer_run_metrics
@@ -89,7 +89,7 @@ def make_train_program(
     """
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps: must be at least 1, got {accumulation_steps}")
-    graphdef, _, _ = split_model(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, _, _ = split_model(abstract_transformer(config))
 
     def init(key: Array) -> TrainState:
         _, params, rest = split_model(Transformer(config, rngs=nnx.Rngs(params=key)))
