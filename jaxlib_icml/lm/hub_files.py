@@ -73,11 +73,12 @@ def read_folder(folder: str | os.PathLike[str]) -> TokenizerFiles:
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if values.get(name) is not None:
                 names[name] = _token_text(values[name], f"{path}: {name}")
-        extra = values.get("additional_special_tokens") or []
-        # Newer files may hold a mapping of role to token under another key; a list is all that is read here.
-        if not isinstance(extra, list):
-            raise ValueError(f"{path}: additional_special_tokens must be a list, got {type(extra).__name__}")
-        control += [_token_text(item, f"{path}: additional_special_tokens") for item in extra]
+        for name in ("additional_special_tokens", "extra_special_tokens"):  # the older and the newer name
+            extra = values.get(name) or []
+            if not isinstance(extra, list | dict):
+                raise ValueError(f"{path}: {name} must be a list or an object, got {type(extra).__name__}")
+            items = extra.values() if isinstance(extra, dict) else extra
+            control += [_token_text(item, f"{path}: {name}") for item in items]
 
     main = root / "tokenizer.json"
     if main.exists() or not (root / "vocab.json").exists():
@@ -104,7 +105,7 @@ def read_folder(folder: str | os.PathLike[str]) -> TokenizerFiles:
         data=data,
         source=str(main),
         names=names,
-        control_tokens=tuple(control),
+        control_tokens=tuple(dict.fromkeys(control)),
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         # A configuration without bos_token says that there is none, whatever number the model's one repeats.
         bos_id=None if config_path.exists() else bos_id,

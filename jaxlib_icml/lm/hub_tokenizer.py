@@ -11,10 +11,11 @@ the encoder altogether: their ids come from `HubTokenizer.special_id` and from t
 whatever a text says and whatever merges a file contains.
 """
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -335,7 +336,8 @@ class HubTokenizer:
         for text in texts:
             _utf8(text)
         encoder = self._encoder(strict=strict, start=start)
-        encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
+        with _library_errors(f"{self._files.source}: the tokenizer fails on this text"):
+            encodings = encoder.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
         if self._model.missing_bytes:
             for text, row in zip(texts, ids, strict=True):
@@ -345,11 +347,14 @@ class HubTokenizer:
     def _check_complete(self, encoder: Any, text: str, ids: np.ndarray) -> None:
         """The library drops bytes that the vocabulary lacks without a word."""
         data = text.encode()
-        lost = self._model.missing_bytes.intersection(data)
-        if lost and self.decode_bytes(ids) != (
-            encoder.normalizer.normalize_str(text).encode() if encoder.normalizer else data
-        ):
-            character = next((c for c in text if lost.intersection(c.encode())), "?")
+        missing = self._model.missing_bytes
+        if len(data.translate(None, bytes(missing))) == len(data):
+            return
+        if encoder.normalizer is not None:
+            data = encoder.normalizer.normalize_str(text).encode()
+        if self.decode_bytes(ids) != data:
+            lost = missing.intersection(data)
+            character = next(c for c in data.decode() if lost.intersection(c.encode()))
             raise ValueError(
                 f"text holds {character!r} (U+{ord(character):04X}), which this tokenizer's vocabulary cannot write: "
                 f"{self._files.source} lacks byte 0x{min(lost):02X}"
@@ -362,12 +367,21 @@ class HubTokenizer:
         if encoder is None:
             library = _tokenizers()
             content = json.dumps(self._model.encoder_json(strict=strict, start=start))
-            try:
+            with _library_errors(f"{self._files.source}: not a usable tokenizer"):
                 encoder = library.Tokenizer.from_str(content)
-            except Exception as error:  # the library raises plain Exception
-                raise ValueError(f"{self._files.source}: not a usable tokenizer: {str(error)[:200]}") from error
             self._encoders[strict, start] = encoder
         return encoder
+
+
+@contextlib.contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """The library raises plain Exception, and where its regular expressions give up, something outside that."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {str(error)[:200]}") from error
 
 
 def _alternatives(tokens: Mapping[str, int]) -> re.Pattern[str]:

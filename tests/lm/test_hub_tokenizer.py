@@ -243,6 +243,18 @@ class TestFiles:
         # Ids between the vocabulary and the added token belong to nothing.
         assert tokenizer.decode_bytes([899]) == b""
 
+    @pytest.mark.parametrize("name", ["additional_special_tokens", "extra_special_tokens"])
+    @pytest.mark.parametrize("many", [list, lambda texts: dict(enumerate(texts))])
+    def test_more_special_tokens(self, tmp_path, name, many):
+        write_folder("qwen2", tmp_path, **{name: many(["<think>", {"content": "</think>"}, "<absent>"])})
+        tokenizer = HubTokenizer.from_folder(tmp_path)
+        think = tokenizer.special_tokens["<think>"]
+        assert think not in tokenizer.encode("<think>x</think><tool_call>")
+        assert tokenizer.special_id("<tool_call>") in tokenizer.encode("<think>x</think><tool_call>")
+        assert "<absent>" not in tokenizer.special_tokens
+        tokenizer.save(tmp_path / "again")
+        assert load_tokenizer(tmp_path / "again").special_tokens == tokenizer.special_tokens
+
     @pytest.mark.parametrize("kind", ["file", "config", "list"])
     def test_chat_template(self, tmp_path, kind):
         several = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]

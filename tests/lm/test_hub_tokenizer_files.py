@@ -91,6 +91,7 @@ class TestUntrustedFiles:
             ("tokenizer_config.json", '{"chat_template": 3}', r"tokenizer_config.json: chat_template must be"),
             ("tokenizer_config.json", '{"add_bos_token": 3}', r"tokenizer_config.json: add_bos_token must be"),
             ("tokenizer_config.json", '{"additional_special_tokens": 3}', r"additional_special_tokens must be a list"),
+            ("tokenizer_config.json", '{"extra_special_tokens": {"a": 3}}', r"extra_special_tokens must be a string"),
             ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}', r"must be an object under an id"),
             (
                 "tokenizer_config.json",
@@ -109,6 +110,16 @@ class TestUntrustedFiles:
         (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=message):
             HubTokenizer.from_folder(tmp_path)
+
+    def test_pattern_that_never_ends(self, tmp_path):
+        data = json.loads(tokenizer_json("qwen2"))
+        data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a+)+$"}
+        write_folder("qwen2", tmp_path)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+        tokenizer = HubTokenizer.from_folder(tmp_path)
+        assert tokenizer.decode(tokenizer.encode("bcd")) == "bcd"
+        with pytest.raises(ValueError, match=r"tokenizer.json: the tokenizer fails on this text: .*retry-limit"):
+            tokenizer.encode("a" * 40 + "c")
 
     def test_huge_and_missing(self, tmp_path):
         with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read: No such file"):
