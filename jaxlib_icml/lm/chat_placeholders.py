@@ -95,6 +95,9 @@ class Run:
         if isinstance(value, list | tuple):
             self.measure(value)
             return type(value)([self.reveal(item) for item in value])
+        if isinstance(value, dict):
+            self.measure(value)
+            return {self.reveal(key): self.reveal(item) for key, item in value.items()}
         return value
 
     def cut(self, text: str) -> list[tuple[str, int | None]]:

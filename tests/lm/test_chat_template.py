@@ -38,6 +38,7 @@ def by_jinja(template: str) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.filters["tojson"] = to_json
+    environment.globals["strftime_now"] = None
     return environment.from_string(template).render(messages=as_dicts((FIRST, SECOND)), bos_token="<s>")
 
 
@@ -94,6 +95,13 @@ class TestTemplates:
             "{{ range(1, 8, 3) | join('-') }}",
             "{{ [3, 1, 2] | sort }}{{ [1, 1] | unique | list }}{{ [3, 4] | max }}{{ '12' | int + 1 }}"
             "{{ 2.567 | round(1) }}{{ 7 | string }}",
+            "{{ messages[1].content.content is defined }}{{ 'tool_calls' in messages[0] }}{{ 'role' in messages[0] }}",
+            "{{ messages[0] == messages[-2] }}{{ messages[0] == messages[1] }}{{ messages[0] in messages[:1] }}"
+            "{{ messages[0] == {'role': 'system', 'content': messages[0].content} }}",
+            "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
+            "{% for m in ns.all | reverse %}{{ m.content | string }}{% endfor %}",
+            "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools is none }}"
+            "{{ strftime_now is defined }}{{ messages[-1]['content'].split('</a>') | last }}",
             "{%- for i in range(2) -%}{% for j in range(2) %}{{ i }}{{ j }}{{ loop.index }} {% endfor %}{%- endfor -%}",
             "{% macro twice() %}{{ caller('p') }}{{ caller(messages[1].content) }}{% endmacro %}"
             "{% call(x) twice() %}{{ x }}!{% endcall %}",

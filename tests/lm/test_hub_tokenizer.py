@@ -349,6 +349,19 @@ class TestGGUF:
         for text in (*HARD, *TEXTS):
             np.testing.assert_array_equal(tokenizer.encode(text), loaded[name].encode(text))
 
+    @pytest.mark.peer
+    @pytest.mark.parametrize("name", ["smollm", "qwen2", "llama2"])
+    def test_transformers_reads_what_was_saved(self, name, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        tokenizer = HubTokenizer.from_gguf(gguf_metadata(name))
+        tokenizer.save(tmp_path)
+        peer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        for text, index in tokenizer.special_tokens.items():
+            assert peer.convert_tokens_to_ids(text) == index
+        for text in (*HARD, *TEXTS):
+            ids = peer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            assert tokenizer.encode(text).tolist() == ids, text
+
     def test_llama_merges_by_score(self):
         metadata = gguf_metadata("llama2")
         tokenizer = HubTokenizer.from_gguf(metadata)
