@@ -125,7 +125,7 @@ class Attention(nnx.Module):
             cache = None
             heads = self._attend(q, k, v, segment_ids, tap)
         else:
-            cache = append(cache, k, v, lengths)
+            cache = append(cache, k, v, None if prefill else lengths)
             if prefill:
                 heads = self._attend(q, k, v, None, tap)
             else:

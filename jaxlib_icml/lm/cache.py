@@ -55,9 +55,13 @@ def append(
     cache: LayerCache,
     keys: Float[Array, "batch seq kv_heads head_dim"],
     values: Float[Array, "batch seq kv_heads head_dim"],
-    lengths: Int[Array, " batch"],
+    lengths: Int[Array, " batch"] | None,
 ) -> LayerCache:
-    """Write `seq` new tokens of every row behind the `lengths` tokens it already holds."""
+    """Write `seq` new tokens of every row behind the `lengths` tokens it already holds; None: the cache is empty."""
+    if lengths is None:  # no zeros to be made first, and no scatter
+        rest = cache.keys.shape[1] - keys.shape[1]
+        pad = lambda new, old: jnp.pad(new.astype(old.dtype), ((0, 0), (0, rest), (0, 0), (0, 0)))  # noqa: E731
+        return LayerCache(pad(keys, cache.keys), pad(values, cache.values))
 
     def write(row: Array, new: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0)

@@ -10,9 +10,9 @@ import json
 import math
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,12 +135,11 @@ def load_pretrained(
         scaling = config.resolved_rope_scaling
         original = scaling.original_context if scaling else config.rope_original_context
         config = dataclasses.replace(config, context_length=context_length, rope_original_context=original)
-    if source.tokenizer.vocab_size > config.vocab_size:
-        raise ValueError(
-            f"{place}: the tokenizer has {source.tokenizer.vocab_size} ids, the model only {config.vocab_size}"
-        )
+    tokenizer = source.read_tokenizer()
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(f"{place}: the tokenizer has {tokenizer.vocab_size} ids, the model only {config.vocab_size}")
     graphdef, state = _load_state(source, config, mesh, np.dtype(param_dtype))
-    return PretrainedModel(config, source.tokenizer, graphdef, state, source.family)
+    return PretrainedModel(config, tokenizer, graphdef, state, source.family)
 
 
 def pretrained_config(path: str | os.PathLike[str]) -> LMConfig:
@@ -165,7 +164,7 @@ class _Source(NamedTuple):
     where: str
     family: str
     config: LMConfig
-    tokenizer: HubTokenizer
+    read_tokenizer: Callable[[], HubTokenizer]
     names: frozenset[str]
     read: Read
     rows: tuple[Row, ...]
@@ -181,14 +180,14 @@ def _open_hub(place: Path, check_finite: bool, follow_symlinks: bool) -> _Source
     where = str(folder / _CONFIG)
     config, family = config_from_hub(values, where), family_of(values, where)
     checkpoint = open_checkpoint(place, follow_symlinks=follow_symlinks)
-    tokenizer = HubTokenizer.from_folder(folder)
     names, rows = frozenset(checkpoint.names()), tuple(hub_rows(family, config))
     read = checkpoint.read_finite if check_finite else checkpoint.read
     prefix = _missing_prefix(checkpoint)
     if prefix:
         inner, names = read, frozenset(prefix + name for name in names)
         read = lambda name: inner(name.removeprefix(prefix))  # noqa: E731
-    return _Source(str(place), family, config, tokenizer, names, read, rows, is_mapped=True)
+    read_tokenizer = partial(HubTokenizer.from_folder, folder)
+    return _Source(str(place), family, config, read_tokenizer, names, read, rows, is_mapped=True)
 
 
 def _missing_prefix(checkpoint: Checkpoint) -> str:
@@ -215,9 +214,8 @@ def _open_gguf(place: Path) -> _Source:
         names.remove("rope_freqs.weight")
         config = _llama3_scaling(config, file.read("rope_freqs.weight"), str(place))
     rows = tuple(gguf_rows(family, config))
-    return _Source(
-        str(place), family, config, HubTokenizer.from_gguf(file.metadata), frozenset(names), file.read, rows, False
-    )
+    read_tokenizer = partial(HubTokenizer.from_gguf, file.metadata)
+    return _Source(str(place), family, config, read_tokenizer, frozenset(names), file.read, rows, is_mapped=False)
 
 
 def _llama3_scaling(config: LMConfig, divisors: np.ndarray, where: str) -> LMConfig:
@@ -246,15 +244,13 @@ def _load_state(
     rows = _by_parameter(source.rows, config.scan_layers)
     _check_names(source, {name for group in rows.values() for row in group for name in row.names})
 
-    memory = _Memory()
-
     def load(entry: tuple[Any, Any], sharding: Any) -> jax.Array:
         path, leaf = entry
         key = _key(path)
         if key[-1] == "expert_bias":
             host = np.zeros(leaf.shape, leaf.dtype)
         else:
-            host = memory.array(leaf.shape, param_dtype) if mesh is None else np.empty(leaf.shape, param_dtype)
+            host = np.empty(leaf.shape, param_dtype)
             _read_parameter(source, rows[key], host, config)
         return jax.make_array_from_callback(leaf.shape, sharding, host.__getitem__)
 
@@ -262,29 +258,6 @@ def _load_state(
         return graphdef, jax.tree.unflatten(treedef, map(load, flat, shardings))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return graphdef, jax.tree.unflatten(treedef, pool.map(load, flat, shardings))
-
-
-class _Memory:
-    """Memory for arrays, in pieces large enough for huge pages (half the time of a copy is page faults) and aligned
-    so that JAX takes the arrays as they are."""
-
-    _PIECE, _ALIGNMENT = 1 << 26, 64
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._piece, self._used = np.empty(0, np.uint8), 0
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array."""
-        size = math.prod(shape) * dtype.itemsize
-        room = -(-size // self._ALIGNMENT) * self._ALIGNMENT
-        with self._lock:
-            if self._used + room > self._piece.size:
-                piece = np.empty(max(room, self._PIECE) + self._ALIGNMENT, np.uint8)
-                self._piece, self._used = piece[-piece.ctypes.data % self._ALIGNMENT :], 0
-            start = self._used
-            self._used += room
-            return self._piece[start : start + size].view(dtype).reshape(shape)
 
 
 def _by_parameter(rows: Sequence[Row], scan_layers: bool) -> dict[Path_, list[Row]]:
