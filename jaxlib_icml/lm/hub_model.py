@@ -6,6 +6,7 @@ as they are: control tokens are renamed to strings that no text can spell, merge
 post-processing.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,11 +182,10 @@ def read_model(data: dict[str, Any], source: str, named: Sequence[str], ids: Seq
     require(clash is None, f"model.vocab holds the token {clash!r}")
 
     pieces = [b""] * (max(by_id) + 1)
-    byte_of = {sign: value for value, sign in enumerate(byte_alphabet())}
     for text, index in vocab.items():
-        pieces[index] = _token_bytes(text, byte_of if byte_level and text not in added else None, byte_level)
+        pieces[index] = _signed_bytes(text) if byte_level and text not in added else _token_bytes(text, byte_level)
     for text, entry in added.items():
-        pieces[entry["id"]] = _token_bytes(text, None, byte_level)
+        pieces[entry["id"]] = _token_bytes(text, byte_level)
     for index in control.values():
         pieces[index] = b""
     return PlainModel(
@@ -237,12 +237,12 @@ def _merges(merges: Any, vocab: dict[str, int], source: str) -> list[tuple[str, 
     pairs: list[tuple[str, str]] = []
     for position, merge in enumerate(merges):
         parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+        if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
             raise ValueError(f"{source}: model.merges[{position}] must be a pair of tokens, got {str(merge)[:80]!r}")
         left, right = parts
-        for text in (left, right, left + right):
-            if text not in vocab:
-                raise ValueError(f"{source}: model.merges[{position}] needs {text[:80]!r}, which is not in model.vocab")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            text = next(text for text in (left, right, left + right) if text not in vocab)
+            raise ValueError(f"{source}: model.merges[{position}] needs {text[:80]!r}, which is not in model.vocab")
         pairs.append((left, right))
     return pairs
 
@@ -350,9 +350,21 @@ def _without_prefix(pre_tokenizer: Any) -> Any:
     return kept | {"prepend_scheme": "never"}
 
 
-def _token_bytes(text: str, byte_of: dict[str, int] | None, byte_level: bool) -> bytes:
-    if byte_of is not None and byte_of.keys() >= set(text):
-        return bytes(byte_of[sign] for sign in text)
+@functools.cache
+def _sign_table() -> dict[int, int]:
+    """From the signs of bytes to characters of the same number, and from other such characters to none."""
+    return dict.fromkeys(range(256), 0xFFFF) | {ord(sign): byte for byte, sign in enumerate(byte_alphabet())}
+
+
+def _signed_bytes(text: str) -> bytes:
+    """The bytes of a token that is written in signs; a token with other characters is written as it is."""
+    try:
+        return text.translate(_sign_table()).encode("latin-1")
+    except UnicodeEncodeError:
+        return text.encode()
+
+
+def _token_bytes(text: str, byte_level: bool) -> bytes:
     if byte_level:
         return text.encode()
     byte = _BYTE_TOKEN.fullmatch(text)

@@ -366,7 +366,7 @@ class HubTokenizer:
         encoder = self._encoders.get((strict, start))
         if encoder is None:
             library = _tokenizers()
-            content = json.dumps(self._model.encoder_json(strict=strict, start=start))
+            content = json.dumps(self._model.encoder_json(strict=strict, start=start), ensure_ascii=False)
             with _library_errors(f"{self._files.source}: not a usable tokenizer"):
                 encoder = library.Tokenizer.from_str(content)
             self._encoders[strict, start] = encoder
