@@ -75,8 +75,8 @@ class ImportConfig:
 
     path: str
     """A Hugging Face folder, a GGUF file, or hf://owner/name."""
-    run_dir: str
-    """The new folder."""
+    run_dir: str | None = None
+    """The new folder; None: one under runs/ with the model's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ class ExportConfig:
 
     run: str
     """Folder of the run, or any model that `icml generate` takes."""
-    out: str
-    """The folder to write."""
+    out: str | None = None
+    """The folder to write; None: `safetensors` in the run's folder."""
     format: Literal["safetensors"] = "safetensors"
     """Kind of checkpoint."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -324,15 +324,16 @@ def _import(args: list[str]) -> int:
 
     from jaxlib_icml.training.runs import import_model
 
-    model = import_model(config.path, config.run_dir)
+    run_dir = config.run_dir or str(Path("runs") / Path(config.path).stem)
+    model = import_model(config.path, run_dir)
     parameters = sum(x.size for x in jax.tree.leaves(model.state))
     print(
         f"model           {parameters / 1e6:.2f} M parameters, {model.config.num_layers} layers, "
         f"context {model.config.context_length}"
     )
-    print(f"run folder      {config.run_dir}")
-    print(f"next            icml generate {config.run_dir} --prompt TEXT")
-    print(f"                icml train --init-from {config.run_dir} --data PATH")
+    print(f"run folder      {run_dir}")
+    print(f"next            icml generate {run_dir} --prompt TEXT")
+    print(f"                icml train --init-from {run_dir} --data PATH")
     return 0
 
 
@@ -341,9 +342,12 @@ def _export(args: list[str]) -> int:
     from jaxlib_icml.lm.hub import export_model
     from jaxlib_icml.training.runs import load_model
 
+    if config.out is None and not Path(config.run, "checkpoints").is_dir():
+        raise ValueError(f"out: name the folder to write; {config.run} is no run's folder")
+    out = config.out or str(Path(config.run) / "safetensors")
     run = load_model(config.run)
     family = export_model(
-        config.out,
+        out,
         run.config,
         run.state,
         run.tokenizer,
@@ -351,7 +355,7 @@ def _export(args: list[str]) -> int:
         max_shard_bytes=config.max_shard_bytes,
         overwrite=config.overwrite,
     )
-    print(f"written         {config.out} ({family}, {config.dtype})")
+    print(f"written         {out} ({family}, {config.dtype})")
     return 0
 
 

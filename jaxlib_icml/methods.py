@@ -42,8 +42,8 @@ METHODS: tuple[Method, ...] = (
         paper="GradientStabilizer: Fix the Norm, Not the Gradient",
         arxiv="2502.17055",
         experiment="optim/gradient_stabilizer",
-        status="complete transformation; beats no protection in FP4, FP16 and under L2; AGC does better in FP4 and FP16, "
-        "norm clipping in front of SGD and Lion",
+        status="complete transformation; beats no protection in FP4, FP16 and under L2; AGC does better in FP4 and "
+        "FP16, norm clipping in front of SGD and Lion",
     ),
     Method(
         name="optim/olion",

@@ -73,6 +73,15 @@ def test_an_exported_import_is_the_same_file(folder, imported, tmp_path, capsys)
     assert files[0] == files[1]
 
 
+def test_folders_have_names_by_default(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "runs/small" in output(capsys, "import", str(folder))
+    assert "runs/small/safetensors" in output(capsys, "export", "runs/small", "--format", "safetensors")
+    assert load_pretrained("runs/small/safetensors").config == load_pretrained(folder).config
+    assert cli.main(["export", str(folder)]) == 2
+    assert "out: name the folder to write" in capsys.readouterr().err
+
+
 def test_training_starts_from_the_weights_given(folder, text, tmp_path, capsys):
     run = tmp_path / "run"
     args = ["train", "--init-from", str(folder), "--data", str(text), "--run-dir", str(run), *TRAIN]
