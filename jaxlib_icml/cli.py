@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args[0] not in _COMMANDS:
             raise ValueError(f"unknown command {args[0]!r}{_closest(args[0], list(_COMMANDS))}; try: icml --help")
         return _COMMANDS[args[0]][0](args[1:])
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"icml: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -192,9 +192,12 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
     default = with_preset(name)
     source = _option(args, "--init-from") or values.get("init_from")
     if isinstance(source, str):
-        from jaxlib_icml.training.runs import model_of
+        from jaxlib_icml.training.runs import has_checkpoint, model_of, read_config
 
-        default = dataclasses.replace(default, model=model_of(source))
+        run_dir = Path(_option(args, "--run-dir") or values.get("run_dir") or "")
+        # A run that has saved its own weights goes on without the model that it began with.
+        goes_on = has_checkpoint(run_dir) and (run_dir / "config.json").is_file()
+        default = dataclasses.replace(default, model=read_config(run_dir).model if goes_on else model_of(source))
     return updated(default, {**values, "preset": name}), args
 
 
@@ -235,6 +238,8 @@ def _generate(args: list[str]) -> int:
     sampling = config.sampling()
     if config.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: must be at least 1, got {config.max_new_tokens}")
+    if not -(2**63) <= config.seed < 2**63:
+        raise ValueError("seed: must fit into 64 bits")
     if config.system is not None and not config.chat:
         raise ValueError("system: needs --chat")
     run = load_model(config.model)
@@ -313,7 +318,8 @@ def _eval(args: list[str]) -> int:
     )
     num_bytes = sum(document.num_bytes for document in documents)
     print(f"text            {len(documents)} documents, {num_bytes} bytes, {targets} tokens")
-    print(f"perplexity      {math.exp(nats / targets):.3f} per token")
+    per_token = nats / targets
+    print(f"perplexity      {math.exp(per_token) if per_token < 700 else math.inf:.3f} per token")
     print(f"bits per byte   {bits_per_byte(nats, num_bytes):.4f}")
     return 0
 

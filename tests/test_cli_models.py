@@ -1,6 +1,7 @@
 """`icml` with models from elsewhere: import, export, generate, eval and train --init-from."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -96,6 +97,29 @@ def test_training_starts_from_the_weights_given(folder, text, tmp_path, capsys):
     output(capsys, "generate", str(run), "--max-new-tokens", "3")
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_with_the_weights_again(folder, text, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    args = ["train", "--init-from", str(folder), "--data", str(text), "--run-dir", str(run_dir), *TRAIN]
+    output(capsys, *args, "--optimizer.learning-rate", "1e-12")
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)  # what an unfinished save leaves
+    output(capsys, *args, "--optimizer.learning-rate", "1e-12")
+    for a, b in zip(
+        jax.tree.leaves(load_run(run_dir).state), jax.tree.leaves(load_pretrained(folder).state), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_run_goes_on_without_the_model_it_began_with(folder, text, tmp_path, capsys):
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(folder, source)
+    args = ["train", "--init-from", str(source), "--data", str(text), "--run-dir", str(run)]
+    output(capsys, *args, *TRAIN)
+    shutil.rmtree(source)
+    output(capsys, *args, "--steps", "3", *OPTIONS)
+    assert load_run(run).step == 3
+
+
 def test_training_may_lengthen_the_context_but_not_change_the_parameters(folder, imported, text, tmp_path, capsys):
     for i, source in enumerate((folder, imported)):
         run = tmp_path / f"longer{i}"
@@ -126,15 +150,18 @@ def test_chat_needs_chat_tokens_and_uses_the_template(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["import", "FOLDER", "--run-dir", "IMPORTED"], "run_dir: IMPORTED is not empty"),
+        (["import", "FOLDER", "--run-dir", "IMPORTED"], "run_dir: IMPORTED is not an empty folder"),
         (["import", "nothing", "--run-dir", "new"], "nothing"),
-        (["export", "IMPORTED", "--out", "FOLDER"], "already holds model.safetensors"),
+        (["export", "IMPORTED", "--out", "FOLDER"], "is not empty; overwrite=True"),
         (["export", "IMPORTED", "--out", "new", "--dtype", "int8"], "dtype"),
         (["generate", "FOLDER", "--system", "Hi"], "system: needs --chat"),
         (["generate", "FOLDER", "--prompt", "x" * 60], "60 tokens|61 tokens"),
         (["eval", "FOLDER"], "data: name a text"),
         (["eval", "FOLDER", "--data", "FOLDER/config.json", "--context-length", "99"], "seq_len: must be between"),
         (["train", "--init-from", "nothing"], "nothing"),
+        (["generate", "FOLDER", "--seed", "1" + "0" * 22], "seed: must fit into 64 bits"),
+        (["export", "FOLDER", "--out", "FOLDER/config.json"], "is not a folder"),
+        (["generate", "x" * 300], "name too long|no run"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(args, message, folder, imported, tmp_path, monkeypatch, capsys):

@@ -160,13 +160,14 @@ def behind(arm: str, base: str, *, loss_scale: bool = False) -> Factory:
     """Protection, coupled L2 (`numbers["l2"]`), optimizer, decoupled decay (`numbers["decay"]`), rate."""
 
     def make(schedule: Schedule, numbers: Mapping[str, Any]) -> optax.GradientTransformation:
-        # SPAM's own figures, 500 and 150, are of runs of 20,000 and more steps.
-        period = max(2, numbers["loss_factors"].shape[0] // 5)
-        spam = partial(scale_by_spam, b1=0.9, b2=0.999, reset_every=period, warmup=3 * period // 10)
+        optimizer = BASES[base]
+        if arm == "SPAM":  # whose own figures, 500 and 150, are of runs of 20,000 and more steps
+            period = max(2, numbers["loss_factors"].shape[0] // 5)
+            optimizer = partial(scale_by_spam, b1=0.9, b2=0.999, reset_every=period, warmup=3 * period // 10)
         return optax.chain(
             PROTECTIONS[arm].transformation(numbers, loss_scale),
             optax.add_decayed_weights(numbers["l2"]),
-            spam() if arm == "SPAM" else BASES[base](),
+            optimizer(),
             optax.add_decayed_weights(numbers["decay"]),
             optax.scale_by_learning_rate(schedule),
         )

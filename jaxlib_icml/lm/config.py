@@ -120,8 +120,8 @@ class LMConfig:
             "sliding_window",
         ):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ValueError(f"{field}: must be at least 1, got {value}")
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{field}: must be at least 1 and below 2^31, got {value if value < 1 else 'more'}")
         if self.head_dim is None and self.width % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} heads do not divide width {self.width}")
         if self.resolved_head_dim % 2:
@@ -132,14 +132,18 @@ class LMConfig:
             value = getattr(self, field)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{field}: must be positive, got {value}")
-        if self.rope_scaling != "none" and not self.rope_factor >= 1:
+        if self.rope_scaling != "none" and not 1 <= self.rope_factor < math.inf:
             raise ValueError(f"rope_factor: must be at least 1, got {self.rope_factor}")
-        if not self.rope_high_frequency_factor > self.rope_low_frequency_factor > 0:
+        if self.rope_attention_factor is not None and not 0 < self.rope_attention_factor < math.inf:
+            raise ValueError(f"rope_attention_factor: must be positive, got {self.rope_attention_factor}")
+        if self.dtype not in ("auto", "float32", "bfloat16") and type(self) is LMConfig:
+            raise ValueError(f"dtype: must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if not math.inf > self.rope_high_frequency_factor > self.rope_low_frequency_factor > 0:
             raise ValueError(
                 "rope_high_frequency_factor: must exceed rope_low_frequency_factor, which must be positive, got "
                 f"{self.rope_high_frequency_factor} and {self.rope_low_frequency_factor}"
             )
-        if not self.rope_beta_fast > self.rope_beta_slow > 0:
+        if not math.inf > self.rope_beta_fast > self.rope_beta_slow > 0:
             raise ValueError(
                 "rope_beta_fast: must exceed rope_beta_slow, which must be positive, got "
                 f"{self.rope_beta_fast} and {self.rope_beta_slow}"

@@ -50,6 +50,10 @@ class _Family(NamedTuple):
     architecture: str
     fixed: dict[str, Any]
     """Fields of `LMConfig` that all its models have."""
+    epsilon: float = 1e-6
+    """`rms_norm_eps` of files that do not say it, as in transformers."""
+    theta: float = 10000.0
+    """`rope_theta` of such files."""
 
 
 FAMILIES: dict[str, _Family] = {
@@ -62,9 +66,9 @@ FAMILIES: dict[str, _Family] = {
         {"norm": "layernorm", "positions": "learned", "activation": "gelu"}
         | dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True),
     ),
-    "mixtral": _Family("MixtralForCausalLM", {"moe_gate": "softmax_renorm"}),
+    "mixtral": _Family("MixtralForCausalLM", {"moe_gate": "softmax_renorm"}, epsilon=1e-5, theta=1e6),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", {"qk_norm": True}),
-    "olmoe": _Family("OlmoeForCausalLM", {"qk_norm": True, "qk_norm_scope": "all"}),
+    "olmoe": _Family("OlmoeForCausalLM", {"qk_norm": True, "qk_norm_scope": "all"}, epsilon=1e-5),
 }
 """Families by the `model_type` of `config.json`."""
 
@@ -86,12 +90,20 @@ class _Fields:
         valid = isinstance(value, (float, int) if kind is float else kind)
         if not valid or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"{self._where}: {key} must be of type {kind.__name__}, got {value!r}")
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:
+            raise ValueError(f"{self._where}: {key} is too large") from None
+
+    def has(self, key: str) -> bool:
+        """Whether the file says anything about it, be it null."""
+        return key in self._values
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         """Refuse what we do not have."""
         value = self._values.get(key, default)
-        if value not in allowed:
+        simple = value is None or isinstance(value, (bool, int, float, str, list))
+        if not simple or value not in allowed:
             choices = " or ".join(map(repr, allowed))
             raise ValueError(f"{self._where}: {key} = {value!r} is not supported, only {choices}")
 
@@ -110,9 +122,11 @@ def family_of(values: Mapping[str, Any], where: str) -> str:
       ValueError: another `model_type`.
     """
     kind = values.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{where}: model_type {kind!r} is not supported; there are {', '.join(FAMILIES)}")
-    return str(kind)
+    if values.get("quantization_config"):
+        raise ValueError(f"{where}: quantization_config: quantized safetensors are not supported")
+    return kind
 
 
 def config_from_hub(values: Mapping[str, Any], where: str = "config.json") -> LMConfig:
@@ -145,14 +159,14 @@ def config_from_hub(values: Mapping[str, Any], where: str = "config.json") -> LM
             num_heads=get("num_attention_heads", int),
             num_kv_heads=get("num_key_value_heads", int, None),
             head_dim=get("head_dim", int, None),
-            norm_epsilon=get("rms_norm_eps", float, 1e-6),
+            norm_epsilon=get("rms_norm_eps", float, FAMILIES[family].epsilon),
             tie_embeddings=get("tie_word_embeddings", bool, False),
             sliding_window=_sliding_window(get, family),
             dtype="auto",
             **FAMILIES[family].fixed,
             **_biases(get, family),
             **_experts(get, family),
-            **_rope_from_hub(values, where),
+            **_rope_from_hub(values, FAMILIES[family].theta, where),
         )
         get.require("hidden_act", ("silu",), "silu")
     except ValueError as error:
@@ -183,7 +197,7 @@ def _gpt2_config(get: _Fields) -> LMConfig:
 def _sliding_window(get: _Fields, family: str) -> int | None:
     window: int | None = get("sliding_window", int, None)
     if family in ("mistral", "mixtral"):
-        return window
+        return 4096 if family == "mistral" and not get.has("sliding_window") else window
     if family in ("qwen2", "qwen3", "qwen3_moe"):
         get.require("use_sliding_window", (False,), False)
     return None
@@ -215,13 +229,13 @@ def _experts(get: _Fields, family: str) -> dict[str, Any]:
     return {**found, "expert_width": get("moe_intermediate_size", int)}
 
 
-def _rope_from_hub(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rope_from_hub(values: Mapping[str, Any], theta: float, where: str) -> dict[str, Any]:
     """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of newer files."""
     scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ValueError(f"{where}: rope_scaling must be an object, got {scaling!r}")
     get = _Fields(scaling, f"{where}: rope_scaling")
-    theta = get("rope_theta", float, _Fields(values, where)("rope_theta", float, 10000.0))
+    theta = get("rope_theta", float, _Fields(values, where)("rope_theta", float, theta))
     get.require("partial_rotary_factor", (1, 1.0), 1.0)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -230,7 +244,8 @@ def _rope_from_hub(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: rope_scaling type {kind!r} is not supported, only linear, llama3 and yarn")
     found = {"rope_theta": theta, "rope_scaling": kind, "rope_factor": get("factor", float)}
     if kind != "linear":
-        found["rope_original_context"] = get("original_max_position_embeddings", int, None)
+        whole = _Fields(values, where)("max_position_embeddings", int)
+        found["rope_original_context"] = get("original_max_position_embeddings", int, whole)
     if kind == "llama3":
         found["rope_low_frequency_factor"] = get("low_freq_factor", float)
         found["rope_high_frequency_factor"] = get("high_freq_factor", float)
@@ -472,7 +487,7 @@ def config_from_gguf(
       ValueError: a key is missing, of the wrong type, or asks for something that we do not have.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in _GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _GGUF_FAMILIES:
         known = ", ".join(_GGUF_FAMILIES)
         raise ValueError(f"{where}: general.architecture {architecture!r} is not supported; there are {known}")
     family = _GGUF_FAMILIES[architecture]
@@ -509,7 +524,9 @@ def config_from_gguf(
             rope_theta=get("rope.freq_base", float, 10000.0),
             rope_scaling=scaling,
             rope_factor=get("rope.scaling.factor", float, 1.0),
-            rope_original_context=get("rope.scaling.original_context_length", int, None),
+            rope_original_context=get(
+                "rope.scaling.original_context_length", int, None if scaling == "none" else get("context_length", int)
+            ),
             tie_embeddings="output.weight" not in shapes,
             dtype="auto",
             num_experts=experts,

@@ -49,7 +49,10 @@ class Tap:
         """The activation, edited."""
         if name in self._edits:
             keep, add = self._edits[name]
-            value = (value * keep + add).astype(value.dtype)
+            edited = value * keep + add
+            if edited.shape != value.shape:
+                raise ValueError(f"edits: {name} has shape {value.shape} in a layer, the edit makes it {edited.shape}")
+            value = edited.astype(value.dtype)
         if name in self._capture:
             self.captured[name] = value
         return value
@@ -76,6 +79,10 @@ def stacked_edits(edits: Mapping[str, Edit], capture: Sequence[str], num_layers:
         unknown = [name for name in names if name not in HOOK_POINTS]
         if unknown:
             raise ValueError(f"{argument}: unknown activation {unknown[0]!r}; there are {', '.join(HOOK_POINTS)}")
+
+    for name, edit in edits.items():
+        if not isinstance(edit, Edit):
+            raise ValueError(f"edits: {name} must be an Edit, got {type(edit).__name__}")
 
     def stack(name: str, field: str, value: Any) -> Array:
         array = jnp.asarray(value, jnp.float32)

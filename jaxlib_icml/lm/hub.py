@@ -34,7 +34,7 @@ from jaxlib_icml.lm.families import (
 )
 from jaxlib_icml.lm.gguf import GGUFFile, unpermute_rotary
 from jaxlib_icml.lm.hub_tokenizer import HubTokenizer
-from jaxlib_icml.lm.safetensors import Checkpoint, open_checkpoint, write_checkpoint
+from jaxlib_icml.lm.safetensors import open_checkpoint, write_checkpoint
 from jaxlib_icml.lm.tokenizer import ByteTokenizer, Tokenizer, byte_alphabet
 from jaxlib_icml.lm.transformer import abstract_transformer
 from jaxlib_icml.nn import state_shardings
@@ -50,6 +50,16 @@ __all__ = [
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1 << 24
+_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer_info.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 # Buffers that older checkpoints carry along, and heads of models whose head is the embedding.
 _IGNORED_ENDS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _EXPORT_DTYPES = ("float32", "bfloat16", "float16")
@@ -75,7 +85,8 @@ def is_pretrained(path: str | os.PathLike[str]) -> bool:
       path: a folder or a file.
 
     Returns:
-      True for `hf://` paths, GGUF and safetensors files, and folders whose `config.json` has a `model_type`.
+      True for `hf://` paths, GGUF and safetensors files, folders whose `config.json` has a `model_type`, and those
+      with GGUF files and no `config.json`.
 
     >>> is_pretrained("no/such/folder")
     False
@@ -85,7 +96,7 @@ def is_pretrained(path: str | os.PathLike[str]) -> bool:
     place = Path(path)
     if place.is_dir():
         file = place / _CONFIG
-        return file.is_file() and "model_type" in _read_json(file)
+        return "model_type" in _read_json(file) if file.is_file() else _has_gguf(place)
     return place.is_file() and place.suffix in (".gguf", ".safetensors")
 
 
@@ -126,15 +137,14 @@ def load_pretrained(
     place = Path(path)
     if not place.exists():
         raise ValueError(f"{place}: does not exist")
+    if not jnp.issubdtype(param_dtype, jnp.floating):
+        raise ValueError(f"param_dtype: must be a floating-point dtype, got {param_dtype}")
     source = _open_gguf(place) if _has_gguf(place) else _open_hub(place, check_finite, follow_symlinks)
     config = dataclasses.replace(source.config, dtype=dtype, scan_layers=scan_layers)  # type: ignore[arg-type]
     if context_length is not None:
-        if not 1 <= context_length <= config.context_length:
+        if type(context_length) is not int or not 1 <= context_length <= config.context_length:
             raise ValueError(f"context_length: must be between 1 and {config.context_length}, got {context_length}")
-        # The default of rope_original_context follows the context length.
-        scaling = config.resolved_rope_scaling
-        original = scaling.original_context if scaling else config.rope_original_context
-        config = dataclasses.replace(config, context_length=context_length, rope_original_context=original)
+        config = dataclasses.replace(config, context_length=context_length)
     tokenizer = source.read_tokenizer()
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(f"{place}: the tokenizer has {tokenizer.vocab_size} ids, the model only {config.vocab_size}")
@@ -165,9 +175,9 @@ class _Source(NamedTuple):
     family: str
     config: LMConfig
     read_tokenizer: Callable[[], HubTokenizer]
-    names: frozenset[str]
+    shapes: dict[str, tuple[int, ...]]
+    """Of all tensors, by name."""
     read: Read
-    rows: tuple[Row, ...]
     is_mapped: bool
     """Whether `read` returns views, which cost no memory."""
 
@@ -176,27 +186,28 @@ def _open_hub(place: Path, check_finite: bool, follow_symlinks: bool) -> _Source
     folder = place if place.is_dir() else place.parent
     if not (folder / _CONFIG).is_file():
         raise ValueError(f"{place}: no GGUF file, and no {_CONFIG} in {folder}")
+    for name in (_CONFIG, *_SIDE_FILES):
+        file = folder / name
+        if not follow_symlinks and file.is_symlink() and file.resolve().parent != folder.resolve():
+            raise ValueError(f"{file}: is a link out of its folder; follow_symlinks=True accepts it")
     values = _read_json(folder / _CONFIG)
     where = str(folder / _CONFIG)
     config, family = config_from_hub(values, where), family_of(values, where)
     checkpoint = open_checkpoint(place, follow_symlinks=follow_symlinks)
-    names, rows = frozenset(checkpoint.names()), tuple(hub_rows(family, config))
-    read = checkpoint.read_finite if check_finite else checkpoint.read
-    prefix = _missing_prefix(checkpoint)
-    if prefix:
-        inner, names = read, frozenset(prefix + name for name in names)
-        read = lambda name: inner(name.removeprefix(prefix))  # noqa: E731
+    # GPT-2's own files name their tensors as if the model were nothing but its body.
+    prefix = "transformer." if "wte.weight" in checkpoint.names() else ""
+    shapes = {prefix + name: checkpoint.info(name).shape for name in checkpoint.names()}
+    read_any = checkpoint.read_finite if check_finite else checkpoint.read
     read_tokenizer = partial(HubTokenizer.from_folder, folder)
-    return _Source(str(place), family, config, read_tokenizer, names, read, rows, is_mapped=True)
-
-
-def _missing_prefix(checkpoint: Checkpoint) -> str:
-    """GPT-2's own files name their tensors as if the model were nothing but its body."""
-    return "transformer." if "wte.weight" in checkpoint.names() else ""
+    return _Source(
+        str(place), family, config, read_tokenizer, shapes, lambda name: read_any(name.removeprefix(prefix)), True
+    )
 
 
 def _has_gguf(place: Path) -> bool:
-    return place.suffix == ".gguf" or (place.is_dir() and not (place / _CONFIG).exists() and any(place.glob("*.gguf")))
+    return (place.suffix == ".gguf" and place.is_file()) or (
+        place.is_dir() and not (place / _CONFIG).exists() and any(place.glob("*.gguf"))
+    )
 
 
 def _open_gguf(place: Path) -> _Source:
@@ -206,16 +217,12 @@ def _open_gguf(place: Path) -> _Source:
             raise ValueError(f"{place}: has {len(files)} GGUF files; name one of them")
         (place,) = files
     file = GGUFFile(place)
-    family, config = config_from_gguf(
-        file.metadata, {name: tensor.shape for name, tensor in file.tensors.items()}, str(place)
-    )
-    names = set(file.tensors)
-    if "rope_freqs.weight" in names:
-        names.remove("rope_freqs.weight")
+    shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+    family, config = config_from_gguf(file.metadata, shapes, str(place))
+    if shapes.pop("rope_freqs.weight", None) is not None:
         config = _llama3_scaling(config, file.read("rope_freqs.weight"), str(place))
-    rows = tuple(gguf_rows(family, config))
     read_tokenizer = partial(HubTokenizer.from_gguf, file.metadata)
-    return _Source(str(place), family, config, read_tokenizer, frozenset(names), file.read, rows, is_mapped=False)
+    return _Source(str(place), family, config, read_tokenizer, shapes, file.read, False)
 
 
 def _llama3_scaling(config: LMConfig, divisors: np.ndarray, where: str) -> LMConfig:
@@ -235,14 +242,17 @@ def _llama3_scaling(config: LMConfig, divisors: np.ndarray, where: str) -> LMCon
 def _load_state(
     source: _Source, config: LMConfig, mesh: Mesh | None, param_dtype: np.dtype
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """Fill the parameters one by one."""
+    """Fill the parameters one by one, once all shapes are known to be right."""
+    rows = _by_parameter(_checked_rows(source), config.scan_layers)
     graphdef, abstract = nnx.split(abstract_transformer(config))
     flat, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     shardings: list[Any] = [SingleDeviceSharding(jax.devices()[0])] * len(flat)
     if mesh is not None:
         shardings = jax.tree.leaves(state_shardings(abstract, mesh))
-    rows = _by_parameter(source.rows, config.scan_layers)
-    _check_names(source, {name for group in rows.values() for row in group for name in row.names})
+    for path, leaf in flat:
+        if _key(path)[-1] != "expert_bias":
+            for row in rows[_key(path)]:
+                _check_shapes(source, row, leaf.shape[1:] if _is_stacked(row, config) else leaf.shape)
 
     def load(entry: tuple[Any, Any], sharding: Any) -> jax.Array:
         path, leaf = entry
@@ -275,23 +285,57 @@ def _key(path: tuple[Any, ...]) -> Path_:
     return tuple(part for part in parts if part is not None)
 
 
-def _check_names(source: _Source, wanted: set[str]) -> None:
-    missing = sorted(wanted - source.names)
+def _is_stacked(row: Row, config: LMConfig) -> bool:
+    return config.scan_layers and row.path[0] == "layers"
+
+
+def _checked_rows(source: _Source) -> list[Row]:
+    """The rows of the family, all of whose tensors are there, and no others."""
+    config = source.config
+    # Before anything is made of numbers that a file only claims.
+    longest = max((max(shape, default=0) for shape in source.shapes.values()), default=0)
+    hidden = config.resolved_expert_width if config.num_experts else config.resolved_mlp_width
+    claims = {
+        "num_layers": (config.num_layers, len(source.shapes)),
+        "num_experts": (config.num_experts, longest),
+        "vocab_size": (config.vocab_size, longest),
+        "width": (config.width, longest),
+        "mlp_width": (hidden, longest),
+        "num_heads x head_dim": (config.num_heads * config.resolved_head_dim, longest),
+    }
+    for field, (claim, limit) in claims.items():
+        if claim > limit:
+            raise ValueError(f"{source.where}: {field} is {claim}, more than any tensor there has room for")
+    rows = list((hub_rows if source.is_mapped else gguf_rows)(source.family, config))
+    wanted = {name for row in rows for name in row.names}
+    missing = sorted(wanted - source.shapes.keys())
     if missing:
         raise ValueError(f"{source.where}: lacks {len(missing)} tensors, such as {', '.join(missing[:3])}")
-    known = {"lm_head.weight", "output.weight"} if source.config.tie_embeddings else set()
-    unknown = sorted(name for name in source.names - wanted - known if not name.endswith(_IGNORED_ENDS))
+    known = {"lm_head.weight", "output.weight"} if config.tie_embeddings else set()
+    unknown = sorted(name for name in source.shapes.keys() - wanted - known if not name.endswith(_IGNORED_ENDS))
     if unknown:
         raise ValueError(
             f"{source.where}: has {len(unknown)} tensors that {source.family} does not, such as "
             f"{', '.join(unknown[:3])}"
         )
+    return rows
+
+
+def _check_shapes(source: _Source, row: Row, shape: tuple[int, ...]) -> None:
+    """The tensors of a parameter (of one layer) against its shape."""
+    flat = _matrix_shape(row, shape[1:] if len(row.names) > 1 else shape)
+    expected = (*flat[:-2], *flat[-2:][::-1]) if row.transposed else (*flat[:-1], flat[-1] * row.part[1])
+    for name in row.names:
+        given = source.shapes[name]
+        if row.path[0] == "position_embed" and given[0] > expected[0]:
+            given = (expected[0], *given[1:])  # a shorter context
+        if given != expected:
+            raise ValueError(f"{source.where}: tensor {name} must have shape {expected}, got {source.shapes[name]}")
 
 
 def _read_parameter(source: _Source, rows: list[Row], out: np.ndarray, config: LMConfig) -> None:
     """One parameter, (layers, ...) of several rows."""
-    stacked = config.scan_layers and rows[0].path[0] == "layers"
-    for row, target in zip(rows, out if stacked else [out], strict=True):
+    for row, target in zip(rows, out if _is_stacked(rows[0], config) else [out], strict=True):
         if len(row.names) > 1:
             for name, expert in zip(row.names, target, strict=True):
                 _copy(source, row, name, expert, config)
@@ -302,18 +346,22 @@ def _read_parameter(source: _Source, rows: list[Row], out: np.ndarray, config: L
 def _copy(source: _Source, row: Row, name: str, target: np.ndarray, config: LMConfig) -> None:
     """Put one tensor of the file where it belongs."""
     array = source.read(name)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"{source.where}: tensor {name} has dtype {array.dtype}, not floating point")
-    given, flat = array.shape, _matrix_shape(row, target.shape)
-    part, parts = row.part
-    expected = (*flat[:-2], *flat[-2:][::-1]) if row.transposed else (*flat[:-1], flat[-1] * parts)
-    if given != expected:
-        raise ValueError(f"{source.where}: tensor {name} must have shape {expected}, got {given}")
+    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        raise ValueError(
+            f"{source.where}: tensor {name} has dtype {array.dtype}, not floating point of 16 bits or more"
+        )
+    flat, (part, parts) = _matrix_shape(row, target.shape), row.part
     if row.rotated != "no":
         heads = config.num_heads if row.rotated == "query" else config.resolved_num_kv_heads
         array = unpermute_rotary(array, heads)
+    if row.path[0] == "position_embed":
+        array = array[: target.shape[0]]
     array = array[..., part * flat[-1] : (part + 1) * flat[-1]] if parts > 1 else array
-    _assign(target.reshape(flat), array.swapaxes(-1, -2) if row.transposed else array)
+    narrower = array.dtype.itemsize > target.dtype.itemsize
+    with np.errstate(over="ignore"):
+        _assign(target.reshape(flat), array.swapaxes(-1, -2) if row.transposed else array)
+    if narrower and not np.isfinite(target.astype(np.float32, copy=False)).all():
+        raise ValueError(f"{source.where}: tensor {name} holds values too large for {target.dtype}")
 
 
 def _matrix_shape(row: Row, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -361,7 +409,7 @@ def export_model(
 
     Raises:
       ValueError: no family has this architecture (the message names the field), experts with selection biases,
-        non-finite parameters, or a folder that holds a checkpoint already.
+        non-finite parameters, or a folder that is not empty (with `overwrite`: that holds no checkpoint either).
     """
     if dtype not in _EXPORT_DTYPES:
         raise ValueError(f"dtype: must be one of {', '.join(_EXPORT_DTYPES)}, got {dtype!r}")
@@ -372,6 +420,7 @@ def export_model(
         if path[-1] == "expert_bias" and bool(jnp.any(leaf != 0)):
             raise ValueError("state: the experts' selection biases are not zero, and no family has them")
     place, hub_tokenizer = Path(folder), as_hub_tokenizer(tokenizer)
+    _make_way(place, overwrite)
     write_checkpoint(
         place,
         _tensors(family, config, arrays, jnp.dtype(dtype)),
@@ -382,11 +431,30 @@ def export_model(
     ids = {"eos_token_id": hub_tokenizer.eos_id}
     if hub_tokenizer.bos_id is not None:
         ids["bos_token_id"] = hub_tokenizer.bos_id
-    text = json.dumps({**values, **ids, "torch_dtype": dtype}, indent=2) + "\n"
-    temporary = place / f".{_CONFIG}.tmp"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(place / _CONFIG)  # last: without it the folder is no model
+    stops = {**ids, "eos_token_id": list(hub_tokenizer.stop_ids)}
+    # The configuration last: without it the folder is no model.
+    for name, content in (("generation_config.json", stops), (_CONFIG, {**values, **ids, "torch_dtype": dtype})):
+        temporary = place / f".{name}.tmp"
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(place / name)
     return str(family)
+
+
+def _make_way(place: Path, overwrite: bool) -> None:
+    """Refuse to write among other things; of an earlier checkpoint, remove everything but the weights."""
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise ValueError(f"folder: {place} is not a folder")
+    if not any(place.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"folder: {place} is not empty; overwrite=True replaces a checkpoint there")
+    begun = any(place.glob("*.safetensors")) and not (place / _CONFIG).exists()
+    if (place / "checkpoints").exists() or not (begun or is_pretrained(place)):
+        raise ValueError(f"folder: {place} holds something else than a checkpoint")
+    for name in (_CONFIG, *_SIDE_FILES):
+        (place / name).unlink(missing_ok=True)
 
 
 def _tensors(
@@ -456,13 +524,17 @@ def as_hub_tokenizer(tokenizer: Tokenizer) -> HubTokenizer:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        if not file.is_file():
+            raise ValueError(f"{file}: not a regular file")
         if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise ValueError(f"{file}: too large for a configuration")
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{file}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise error if str(error).startswith(str(file)) else ValueError(f"{file}: not valid JSON ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{file}: must hold an object, got {type(values).__name__}")
     return values
@@ -478,4 +550,7 @@ def _download(path: str) -> Path:
     except ImportError as error:
         raise ImportError("hf:// paths need the package huggingface_hub: pip install 'jaxlib-icml[lm]'") from error
     patterns = ["*.safetensors", "*.json", "*.jinja", "merges.txt"]
-    return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # of many kinds, depending on what failed where
+        raise ValueError(f"{path}: cannot be downloaded ({type(error).__name__}: {error})") from error

@@ -15,6 +15,7 @@ from jaxlib_icml.lm.tokenizer import _parse_json, _read
 __all__ = ["TokenizerFiles", "read_folder", "read_gguf"]
 
 _MAX_SMALL_FILE_BYTES = 1 << 24
+_MAX_SCORED_CHARACTERS = 256
 _SPLIT_LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -247,6 +248,8 @@ def _merges_from_scores(normal: Mapping[str, int], scores: list[float]) -> list[
     """SentencePiece merges the neighbours whose union has the best score; as ranked pairs, best first."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, index in normal.items():
+        if len(token) > _MAX_SCORED_CHARACTERS:  # all its cuts would be tried
+            raise ValueError(f"tokenizer.ggml.tokens[{index}] has {len(token)} characters, far more than a word")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in normal and right in normal:
@@ -366,6 +369,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _read_small(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"{path}: not a regular file")
     if path.stat().st_size > _MAX_SMALL_FILE_BYTES:
         raise ValueError(f"{path}: {path.stat().st_size} bytes is too large, at most {_MAX_SMALL_FILE_BYTES}")
     return _read(path)

@@ -443,6 +443,8 @@ def _check_model(model_json: str) -> list[str]:
 def _read(path: Path) -> str:
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise ValueError(f"{path}: not a regular file")
         if size > _MAX_FILE_BYTES:
             raise ValueError(f"{path}: {size} bytes is too large for a tokenizer file")
         return path.read_text(encoding="utf-8")

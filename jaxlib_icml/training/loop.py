@@ -30,7 +30,15 @@ from jaxlib_icml.training.mesh import batch_sharding, batch_shards, make_mesh
 from jaxlib_icml.training.metrics import MetricsWriter, SpikeDetector, plot_loss
 from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
 from jaxlib_icml.training.progress import Progress, Reporter
-from jaxlib_icml.training.runs import LoadedRun, RunFolder, abstract_arrays, load_model, model_config, write_text
+from jaxlib_icml.training.runs import (
+    LoadedRun,
+    RunFolder,
+    abstract_arrays,
+    has_checkpoint,
+    load_model,
+    model_config,
+    write_text,
+)
 from jaxlib_icml.training.step import StepMetrics, TrainProgram, TrainState, make_train_program
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -127,7 +135,7 @@ class _Run:
         reporter.note(f"corpus: {corpus.description}")
         # A run that is continued has its own weights and tokenizer.
         self.initial: LoadedRun | None = None
-        if config.init_from is not None and not (run_dir / "checkpoints").is_dir():
+        if config.init_from is not None and not has_checkpoint(run_dir):
             self.initial = load_model(config.init_from, mesh=mesh, like=config.model)
         self.tokenizer = self._tokenizer()
         train_tokens = self.tokenizer.encode_batch([d.text for d in corpus.train])

@@ -20,6 +20,7 @@ from jaxlib_icml.training.checkpoints import Checkpointer, named_arrays
 from jaxlib_icml.training.config import TrainConfig, differences, updated
 
 CONFIG_FILE = "config.json"
+_MAX_CONFIG_BYTES = 1 << 24
 
 
 def write_text(path: Path, text: str) -> None:
@@ -114,6 +115,8 @@ def read_config(run_dir: Path) -> TrainConfig:
       ValueError: no run there, or a damaged file.
     """
     path = run_dir / CONFIG_FILE
+    if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_CONFIG_BYTES):
+        raise ValueError(f"run: {path} is not a configuration (no regular file, or too large)")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -123,6 +126,18 @@ def read_config(run_dir: Path) -> TrainConfig:
     if not isinstance(values, dict):
         raise ValueError(f"run: {path} must hold an object")
     return updated(TrainConfig(), values)
+
+
+def has_checkpoint(run_dir: Path) -> bool:
+    """Whether a run has saved anything whole yet.
+
+    Args:
+      run_dir: its folder.
+
+    Returns:
+      True once there is a checkpoint; unfinished ones have other names than their step.
+    """
+    return any(path.name.isdecimal() for path in (run_dir / "checkpoints").glob("*"))
 
 
 class LoadedRun(NamedTuple):
@@ -229,8 +244,8 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
       ValueError: nothing to load there, or a folder that is in use.
     """
     run_dir = Path(run_dir)
-    if run_dir.exists() and any(run_dir.iterdir()):
-        raise ValueError(f"run_dir: {run_dir} is not empty")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ValueError(f"run_dir: {run_dir} is not an empty folder")
     model = load_model(path)
     config = TrainConfig(preset=Path(path).name or "imported", model=model.config, init_from=str(path))
     with RunFolder(run_dir, config) as folder:
@@ -247,7 +262,7 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
 def _check_same_parameters(wanted: nnx.State, given: nnx.State, where: str) -> None:
     shapes = [{name: x.shape for name, x in named_arrays(state).items()} for state in (wanted, given)]
     if shapes[0] != shapes[1]:
-        different = sorted(name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items()))
+        different = sorted({name for name, _ in set(shapes[0].items()) ^ set(shapes[1].items())})
         raise ValueError(f"init_from: {where} and the model differ in {', '.join(different[:3])}")
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from experiments.optim import byte_lm
 from experiments.optim import gradient_stabilizer as experiment
-from experiments.optim.gradient_stabilizer import ARMS, NEVER, PROTECTIONS, adam_behind, quantize_layers
+from experiments.optim.gradient_stabilizer import ARMS, NEVER, PROTECTIONS, behind, quantize_layers
 from jaxlib_icml.optim import gradient_stabilizer
 
 
@@ -45,7 +45,7 @@ def sample(steps=6, seed=0):
 
 def test_without_protection_and_l2_it_is_adamw():
     params, gradients = sample()
-    ours = run(lambda n: adam_behind(PROTECTIONS["none"])(lambda count: 0.1, n), gradients, params, decay=0.3)
+    ours = run(lambda n: behind("none", "Adam")(lambda count: 0.1, n), gradients, params, decay=0.3)
     theirs = run(lambda n: optax.adamw(0.1, b1=0.9, b2=0.999, weight_decay=0.3), gradients, params)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -53,7 +53,7 @@ def test_without_protection_and_l2_it_is_adamw():
 
 def test_l2_is_coupled_and_comes_after_clipping():
     params, gradients = sample()
-    make = lambda n: adam_behind(PROTECTIONS["norm clip"])(lambda count: 0.1, n)  # noqa: E731
+    make = lambda n: behind("norm clip", "Adam")(lambda count: 0.1, n)  # noqa: E731
     ours = run(make, gradients, params, l2=0.5)
 
     w = {k: np.asarray(v, float) for k, v in params.items()}
@@ -147,7 +147,9 @@ def test_measurements_are_differences_of_the_best_and_count_failures_as_infinite
     table = {arm: np.array(values) for arm, values in grid.items()}
     spike = {arm: np.array([[2.0], [2.1], [2.2]]) + 0.01 * i for i, arm in enumerate(ARMS)}
     decay = {"none": np.array([[2.0], [2.2]]), "norm clip": np.array([[2.0], [2.1]]), "GS": np.array([[2.0], [2.04]])}
-    loss = {"fp4": table, "fp16": table, "spike": spike, "weight_decay": decay}
+    # Rates without a spike, then the same rates with one.
+    bases = {arm: np.array([[2.5], [2.4], [1.0], [1.0]]) - 0.1 * (arm == "GS") for arm in grid}
+    loss = {"fp4": table, "fp16": table, "spike": spike, "weight_decay": decay, "sgd": bases, "lion": bases}
     measured = experiment._measure(
         loss, {"none": [0, 2], "GS": [0, 1]}, {"none": [0.5], "norm clip": [1.0], "GS": [0.9]}
     )
@@ -160,10 +162,12 @@ def test_measurements_are_differences_of_the_best_and_count_failures_as_infinite
         "fp4_diverged": -1.0,
         "decay_none": 0.2,
         "decay_clip": 0.4,
-        "spike_1e3_none": 0.05,
-        "spike_clip": 0.03,
-        "winsorized_clip": 0.05,
+        "spike_1e3_none": 0.06,
+        "spike_clip": 0.04,
+        "winsorized_clip": 0.06,
         "winsorized_clean": 0.02,
+        "sgd_below_clip": -0.1,
+        "lion_below_none": -0.1,
     }
     assert {claim.id for claim in experiment.EXPERIMENT.claims} == set(measured)
     for name, value in expected.items():

@@ -151,6 +151,7 @@ def test_gradients_pass_through_edits():
     [
         ({"capture": ("resid",)}, "capture: unknown activation 'resid'; there are residual"),
         ({"edits": {"mlp": Edit()}}, "edits: unknown activation 'mlp'"),
+        ({"edits": {"mlp_output": Edit(add=jnp.zeros((3, 5, 2, 1, 1)))}}, "the edit makes it"),
         (
             {"edits": {"residual": Edit(keep=jnp.ones(2))}},
             r"keep of residual must .* have 3 layers .* got shape \(2,\)",

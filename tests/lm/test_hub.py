@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tracemalloc
 
 import gguf
@@ -165,17 +166,36 @@ def test_selection_biases_and_checkpoints_in_place_are_refused(tmp_path):
     export_model(tmp_path, config, state, ByteTokenizer())
     before = (tmp_path / "model.safetensors").read_bytes()
     _, other = build(config, seed=5)
-    with pytest.raises(ValueError, match="already holds"):
+    with pytest.raises(ValueError, match="is not empty; overwrite=True"):
         export_model(tmp_path, config, other, ByteTokenizer())
     assert (tmp_path / "model.safetensors").read_bytes() == before
     export_model(tmp_path, config, other, ByteTokenizer(), overwrite=True)
     assert_same(load_pretrained(tmp_path).state, other)
+    leftovers = ("chat_template.jinja", "special_tokens_map.json")
+    for name in leftovers:
+        (tmp_path / name).write_text("{}")
+    export_model(tmp_path, config, other, ByteTokenizer(), overwrite=True)
+    assert not any((tmp_path / name).exists() for name in leftovers)
     bias = state["layers"][0]["moe"]["expert_bias"]
     bias[...] = bias[...].at[0].set(1.0)
     with pytest.raises(ValueError, match="selection biases"):
         export_model(tmp_path / "new", config, state, ByteTokenizer())
     with pytest.raises(ValueError, match="dtype: must be one of"):
         export_model(tmp_path / "new", config, state, ByteTokenizer(), dtype="int8")
+
+
+def test_folders_of_other_things_are_never_overwritten(tmp_path):
+    config = FAMILIES["llama"]
+    _, state = build(config)
+    for name, content in (("run/checkpoints/0/x", ""), ("run/config.json", "{}"), ("notes/config.json", '{"a": 1}')):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    for name in ("run", "notes"):
+        before = sorted(tmp_path.joinpath(name).rglob("*"))
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=r"is not empty|holds something else than a checkpoint"):
+                export_model(tmp_path / name, config, state, ByteTokenizer(), overwrite=overwrite)
+        assert sorted(tmp_path.joinpath(name).rglob("*")) == before
 
 
 @pytest.fixture
@@ -211,6 +231,15 @@ def rewrite_config(folder, **changes):
         ({"num_hidden_layers": 1}, r"has 12 tensors that qwen2 does not, such as model.layers.1"),
         ({"intermediate_size": 40}, r"tensor model.layers.0.mlp.down_proj.weight must have shape \(32, 40\)"),
         ({"vocab_size": 100}, "the tokenizer has 257 ids, the model only 100"),
+        ({"model_type": []}, r"model_type \[\] is not supported"),
+        ({"rope_theta": 10**400}, "rope_theta is too large"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, more than any tensor"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, more than any tensor"),
+        ({"intermediate_size": 10**9}, "mlp_width is 1000000000, more than any tensor"),
+        ({"hidden_size": 10**30}, "width: must be at least 1 and below 2"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized safetensors are not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1}}, "rope_attention_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "rope_factor: must be"),
     ],
 )
 def test_configurations_that_lie_are_refused_by_name(folder, changes, message):
@@ -234,6 +263,13 @@ def test_tensors_that_lie_are_refused_by_name(folder, tmp_path):
     with pytest.raises(ValueError, match=rf"tensor {name} must have shape \(32, 48\), got \(48, 32\)"):
         reload(tensors[name].T.copy())
     reload(tensors[name].astype(np.float16))
+    with pytest.raises(ValueError, match=f"tensor {name} holds values too large for float32"):
+        reload(np.full(tensors[name].shape, 1e300))
+    with pytest.raises(ValueError, match=f"tensor {name} has dtype float8_e4m3fn, not floating point of 16 bits"):
+        reload(tensors[name].astype(jnp.float8_e4m3fn))
+    with pytest.raises(ValueError, match="param_dtype: must be a floating-point dtype"):
+        load_pretrained(folder, param_dtype=np.int32)
+    reload(tensors[name])
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-4] + np.float32(np.nan).tobytes())
     with pytest.raises(ValueError, match=r"model\.safetensors.*(NaN|finite)"):
@@ -265,7 +301,58 @@ def test_context_can_be_cut_but_not_stretched(folder):
 
 def test_a_shorter_context_keeps_the_rotary_scaling():
     values = config_to_hub(dataclasses.replace(SMALL, rope_scaling="yarn", rope_factor=4.0))
-    assert config_from_hub(values).resolved_rope_scaling.original_context == 16
+    config = config_from_hub(values)
+    assert config.resolved_rope_scaling.original_context == 16
+    assert dataclasses.replace(config, context_length=32).resolved_rope_scaling.original_context == 16
+
+
+def test_what_a_file_leaves_out_is_what_transformers_assumes():
+    values = config_to_hub(dataclasses.replace(SMALL, rope_scaling="yarn", rope_factor=4.0))
+    del values["rope_scaling"]["original_max_position_embeddings"]
+    assert config_from_hub(values).rope_original_context == 64
+    sparse = config_to_hub(FAMILIES["mixtral"])
+    del sparse["rope_theta"], sparse["rms_norm_eps"]
+    config = config_from_hub(sparse)
+    assert (config.rope_theta, config.norm_epsilon) == (1e6, 1e-5)
+    windowed = config_to_hub(FAMILIES["mistral"])
+    del windowed["sliding_window"]
+    assert config_from_hub(windowed).sliding_window == 4096
+    assert config_from_hub({**windowed, "sliding_window": None}).sliding_window is None
+
+
+def test_learned_positions_can_be_cut(tmp_path):
+    _, state = build(GPT2)
+    export_model(tmp_path, GPT2, state, ByteTokenizer())
+    model = load_pretrained(tmp_path, context_length=16)
+    np.testing.assert_array_equal(
+        model.state["position_embed"]["embedding"][...], state["position_embed"]["embedding"][...][:16]
+    )
+
+
+def test_links_and_special_files_are_refused(folder, tmp_path_factory):
+    secret = tmp_path_factory.mktemp("elsewhere") / "secret.txt"
+    secret.write_text("secret")
+    link = folder / "chat_template.jinja"
+    link.symlink_to(secret)
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: is a link out of its folder"):
+        load_pretrained(folder)
+    link.unlink()
+    os.mkfifo(link)
+    with pytest.raises(ValueError, match="not a regular file"):
+        load_pretrained(folder)
+    link.unlink()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"no config\.json|not a regular file|link out of"):
+        load_pretrained(folder)
+
+
+def test_the_ids_that_end_generation_are_exported(folder, tmp_path_factory):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256]}')
+    model = load_pretrained(folder)
+    again = tmp_path_factory.mktemp("again")
+    export_model(again, model.config, model.state, model.tokenizer)
+    assert load_pretrained(again).tokenizer.stop_ids == model.tokenizer.stop_ids
 
 
 # GGUF files, written from our own parameters by the definition of the format.
