@@ -51,7 +51,7 @@ METHODS: tuple[Method, ...] = (
         paper="OLion: Approaching the Hadamard Ideal by Intersecting Spectral and l_inf Implicit Biases",
         arxiv="2602.01105",
         experiment="optim/olion",
-        status="complete optimizer; far below AdamW and Lion on a small byte model, slightly above Muon",
+        status="complete optimizer; far below AdamW and Lion on a small byte model, level with Muon beside equal AdamW",
     ),
 )
 
