@@ -83,6 +83,7 @@ def test_folders_have_names_by_default(folder, tmp_path, monkeypatch, capsys):
     assert "out: name the folder to write" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_weights_given(folder, text, tmp_path, capsys):
     run = tmp_path / "run"
     args = ["train", "--init-from", str(folder), "--data", str(text), "--run-dir", str(run), *TRAIN]
@@ -97,6 +98,7 @@ def test_training_starts_from_the_weights_given(folder, text, tmp_path, capsys):
     output(capsys, "generate", str(run), "--max-new-tokens", "3")
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_with_the_weights_again(folder, text, tmp_path, capsys):
     run_dir = tmp_path / "run"
     args = ["train", "--init-from", str(folder), "--data", str(text), "--run-dir", str(run_dir), *TRAIN]
@@ -110,6 +112,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_with_the_weights_again(
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_the_model_it_began_with(folder, text, tmp_path, capsys):
     source, run = tmp_path / "source", tmp_path / "run"
     shutil.copytree(folder, source)
@@ -120,6 +123,7 @@ def test_a_run_goes_on_without_the_model_it_began_with(folder, text, tmp_path, c
     assert load_run(run).step == 3
 
 
+@pytest.mark.slow
 def test_training_may_lengthen_the_context_but_not_change_the_parameters(folder, imported, text, tmp_path, capsys):
     for i, source in enumerate((folder, imported)):
         run = tmp_path / f"longer{i}"
