@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -95,7 +96,7 @@ def run(context: Context) -> BenchmarkOutcome:
     @jax.jit
     def logits(state: nnx.State) -> jax.Array:
         net = nnx.merge(model.graphdef, state)
-        return net.logits(net(prompt).hidden)
+        return net.logits(net(jnp.asarray(prompt, jnp.int32)).hidden)
 
     done = {"prefill": prompt_tokens, "generate": new_tokens}
     return BenchmarkOutcome(
