@@ -5,7 +5,6 @@ import json
 import os
 import tracemalloc
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,8 @@ from jaxlib_icml.lm.hub import (
 from jaxlib_icml.lm.safetensors import open_checkpoint, write_checkpoint
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer
 from jaxlib_icml.training.mesh import MeshConfig, make_mesh
+
+gguf = pytest.importorskip("gguf")
 
 SMALL = LMConfig(vocab_size=260, context_length=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_width=48)
 MOE = dataclasses.replace(SMALL, num_experts=4, expert_width=24, mlp_width=None)
