@@ -1,12 +1,10 @@
 """GGUF files that lie: whatever a header claims, the answer is a ValueError that names what is wrong."""
 
-import contextlib
 import importlib.util
 import io
 import math
 import os
 import re
-import signal
 import struct
 import tracemalloc
 from pathlib import Path
@@ -35,6 +33,7 @@ from tests.lm.gguf_oracle import (
     tensor,
     text,
 )
+from tests.lm.untrusted import watchdog
 
 # The scanner as users run it: checking its annotations at run time would take most of the time, and memory.
 _spec = importlib.util.spec_from_file_location("unchecked_gguf", module.__file__)
@@ -54,22 +53,6 @@ def write(tmp_path):
         return path
 
     return write
-
-
-@contextlib.contextmanager
-def watchdog(seconds: int = 120):
-    """Turns a hang into a failure."""
-
-    def bark(*_):
-        raise TimeoutError(f"still running after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, bark)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def result_or_complaint(function, *args):

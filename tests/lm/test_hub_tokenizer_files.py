@@ -217,3 +217,11 @@ class TestUntrustedFiles:
         path.write_text(json.dumps(json.loads(path.read_text()) | info))
         with pytest.raises(ValueError, match=message):
             load_tokenizer(tmp_path)
+
+
+def test_a_token_whose_cuts_would_take_for_ever_is_refused():
+    from jaxlib_icml.lm.hub_files import _merges_from_scores
+
+    assert _merges_from_scores({"ab": 0, "a": 1, "b": 2}, [0.0, 0.0, 0.0]) == [["a", "b"]]
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens\[0\] has 1000000 characters"):
+        _merges_from_scores({"a" * 1_000_000: 0}, [0.0])

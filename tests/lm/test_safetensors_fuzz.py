@@ -1,9 +1,7 @@
 """Thousands of damaged headers: each is refused with a ValueError or describes bytes that are there."""
 
-import contextlib
 import json
 import re
-import signal
 import tracemalloc
 
 import jaxtyping
@@ -13,6 +11,7 @@ import pytest
 from jaxlib_icml.lm.safetensors import DTYPES, SafetensorsFile
 from jaxlib_icml.lm.safetensors.checkpoint import parse_index
 from jaxlib_icml.lm.safetensors.file import parse_header
+from tests.lm.untrusted import watchdog
 
 NUM_HEADERS = 10_000
 NUM_FILES = 500
@@ -73,22 +72,6 @@ PIECES += [
 def _unchecked_annotations(monkeypatch):
     """Checking annotations would take most of the time and memory that is measured here."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
-@contextlib.contextmanager
-def watchdog(seconds):
-    """Fails, rather than hangs, after that time; it only guards against endless loops."""
-
-    def bark(*_):
-        pytest.fail(f"still not done after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, bark)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def mutate(text, rng):
