@@ -12,120 +12,18 @@ What shapes this file, measured on CPU against `jax.nn.dot_product_attention`:
   vectorised and ten times slower; hence the two separate arrays of segment ids.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas.causal_attention import reference
-from kernels_pallas.causal_attention.sharding import partitioned, same_varying
+from kernels_pallas._compat import same_varying
+from kernels_pallas.flash.heads import head_of, rows_of, set_head
+from kernels_pallas.flash.rules import MASKED
 
 _STRIPS = 8  # unrolled groups of blocks: bounds the size of the program when the sequence is long
-_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
-def causal_attention(
-    query: Float[Array, "batch seq heads dim"],
-    key: Float[Array, "batch seq kv_heads dim"],
-    value: Float[Array, "batch seq kv_heads dim"],
-    segment_ids: Int[Array, "batch seq"] | None,
-    scale: float,
-) -> Float[Array, "batch seq heads dim"]:
-    """Blockwise attention with its own backward pass; see `api.causal_attention`."""
-    query, key, value, segment_ids = same_varying((query, key, value, segment_ids))
-    return _attention(scale, query, key, value, segment_ids)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scale, query, key, value, segment_ids):
-    return _forward(scale, query, key, value, segment_ids)[0]
-
-
-def _attention_fwd(scale, query, key, value, segment_ids):
-    out, lse = _forward(scale, query, key, value, segment_ids)
-    return out, (query, key, value, segment_ids, out, lse)
-
-
-def _attention_bwd(scale, residuals, grad_out):
-    return *_backward(scale, *residuals, grad_out), None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-# The two passes are loops that fill buffers. Differentiating them once more takes the plain formulas instead.
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(scale, query, key, value, segment_ids):
-    call = _local(functools.partial(_forward_pass, scale), results=("b.h.", "bg."))
-    return call(query, key, value, segment_ids)
-
-
-@_forward.defjvp
-def _forward_jvp(scale, primals, tangents):
-    segment_ids = primals[3]
-
-    def plain(query, key, value):
-        return reference.attention_and_lse(query, key, value, segment_ids, scale)
-
-    return jax.jvp(plain, primals[:3], tangents[:3])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(scale, query, key, value, segment_ids, out, lse, grad_out):
-    call = _local(functools.partial(_backward_pass, scale), results=("b.h.", "b.g.", "b.g."))
-    return call(query, key, value, segment_ids, out, lse, grad_out)
-
-
-@_backward.defjvp
-def _backward_jvp(scale, primals, tangents):
-    query, key, value, segment_ids, _, _, grad_out = primals
-
-    def plain(query, key, value, grad_out):  # recomputes out and lse, so their tangents are not needed
-        def attend(query, key, value):
-            return reference.causal_attention(query, key, value, segment_ids, scale)
-
-        return jax.vjp(attend, query, key, value)[1](grad_out)
-
-    return jax.jvp(plain, (query, key, value, grad_out), (*tangents[:3], tangents[6]))
-
-
-def _local(operation: Callable, results: tuple[str, ...]) -> Callable:
-    """`operation` with its vmap and sharding rules; dimensions are named as in `partitioned`."""
-
-    def call(query, key, value, segment_ids, *rest):
-        has_segments = segment_ids is not None
-        segments = (segment_ids,) if has_segments else ()
-        operands = ("b.h.", "b.g.", "b.g.", *["b."] * has_segments, *("b.h.", "bg.", "b.h.")[: len(rest)])
-
-        def flat(query, key, value, *others):
-            segment_ids, others = (others[0], others[1:]) if has_segments else (None, others)
-            return operation(query, key, value, segment_ids, *others)
-
-        return _fold_vmap(partitioned(flat, operands, results))(query, key, value, *segments, *rest)
-
-    return call
-
-
-def _fold_vmap(operation: Callable) -> Callable:
-    """Makes `vmap` of `operation` one call with a larger leading axis."""
-    folded = jax.custom_batching.custom_vmap(operation)
-
-    @folded.def_vmap
-    def rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
-        def fold(x, batched):
-            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        out = _fold_vmap(operation)(*jax.tree.map(fold, args, tuple(in_batched)))
-        unfolded = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
-        return unfolded, jax.tree.map(lambda _: True, out)
-
-    return folded
 
 
 class _Strip(NamedTuple):
@@ -175,12 +73,20 @@ def _visible(
     rows = queries[0] + jax.lax.broadcasted_iota(jnp.int32, shape, 0).reshape(-1)
     visible = rows[:, None] >= keys[0] + jnp.arange(keys[1])
     if segments is not None:
-        row_ids, key_ids = _rows(segments.rows, *queries, group), _rows(segments.keys, *keys)
+        row_ids, key_ids = rows_of(segments.rows, *queries, group), rows_of(segments.keys, *keys)
         visible = visible & (row_ids[:, None] + key_ids == 0)
     return visible
 
 
-def _forward_pass(scale, query, key, value, segment_ids):
+def forward(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads dim"],
+    segment_ids: Int[Array, "batch seq"] | None,
+    *,
+    scale: float,
+) -> tuple[Float[Array, "batch seq heads dim"], Float[Array, "batch heads seq"]]:
+    """Blockwise attention; see `flash.rules`."""
     batch, seq, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -188,15 +94,15 @@ def _forward_pass(scale, query, key, value, segment_ids):
 
     def one_head(i, buffers):
         b, g = i // kv_heads, i % kv_heads
-        q = scale * _head(query, b, g, group).reshape(seq * group, dim)
-        k, v = (_head(x, b, g)[:, 0] for x in (key, value))
+        q = scale * head_of(query, b, g, group).reshape(seq * group, dim)
+        k, v = (head_of(x, b, g)[:, 0] for x in (key, value))
         out, lse = _forward_head(q, k, v, jax.tree.map(lambda ids: ids[b], segments))
         return (
-            _set_head(buffers[0], b, g, out.reshape(seq, group, dim)),
-            jax.lax.dynamic_update_slice(buffers[1], lse[None, None], (b, g, 0)),
+            set_head(buffers[0], b, g, out.reshape(seq, group, dim)),
+            jax.lax.dynamic_update_slice(buffers[1], lse.reshape(seq, group).T[None], (b, g * group, 0)),
         )
 
-    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, kv_heads, seq * group))), like=query)
+    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, seq))), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 
@@ -213,9 +119,9 @@ def _forward_head(
         keys, values = k[: strip.stop], v[: strip.stop]
 
         def block(start, strip=strip, keys=keys, values=values):
-            queries = _rows(q, start, strip.size, group)
+            queries = rows_of(q, start, strip.size, group)
             visible = _visible((start, strip.size), (0, strip.stop), group, segments)
-            scores = jnp.where(visible, queries @ keys.T, _MASKED)
+            scores = jnp.where(visible, queries @ keys.T, MASKED)
             largest = scores.max(axis=1, keepdims=True)
             weights = jnp.exp(scores - largest)
             total = weights.sum(axis=1, keepdims=True)
@@ -230,7 +136,18 @@ def _forward_head(
     return jnp.concatenate(outs), jnp.concatenate(lses)
 
 
-def _backward_pass(scale, query, key, value, segment_ids, out, lse, grad_out):
+def backward(
+    query: Float[Array, "batch seq heads dim"],
+    key: Float[Array, "batch seq kv_heads dim"],
+    value: Float[Array, "batch seq kv_heads dim"],
+    segment_ids: Int[Array, "batch seq"] | None,
+    out: Float[Array, "batch seq heads dim"],
+    lse: Float[Array, "batch heads seq"],
+    grad_out: Float[Array, "batch seq heads dim"],
+    *,
+    scale: float,
+) -> tuple[Float[Array, "batch seq heads dim"], Float[Array, "batch seq kv_heads dim"], Any]:
+    """Gradients of query, key and value; see `flash.rules`."""
     batch, seq, heads, dim = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
@@ -238,13 +155,14 @@ def _backward_pass(scale, query, key, value, segment_ids, out, lse, grad_out):
 
     def one_head(i, buffers):
         b, g = i // kv_heads, i % kv_heads
-        q, o, do = (_head(x, b, g, group).reshape(seq * group, dim) for x in (query, out, grad_out))
-        k, v = (_head(x, b, g)[:, 0] for x in (key, value))
+        q, o, do = (head_of(x, b, g, group).reshape(seq * group, dim) for x in (query, out, grad_out))
+        k, v = (head_of(x, b, g)[:, 0] for x in (key, value))
         delta = (o * do).sum(axis=1)
-        dq_t, dk, dv = _backward_head(scale * q, k, v, jax.tree.map(lambda ids: ids[b], segments), lse[b, g], delta, do)
+        lse_rows = jax.lax.dynamic_slice(lse, (b, g * group, 0), (1, group, seq))[0].T.reshape(-1)
+        dq_t, dk, dv = _backward_head(scale * q, k, v, jax.tree.map(lambda ids: ids[b], segments), lse_rows, delta, do)
         dq = (scale * dq_t.T).reshape(seq, group, dim)
         grads = (dq, dk[:, None], dv[:, None])
-        return tuple(_set_head(x, b, g, grad) for x, grad in zip(buffers, grads, strict=True))
+        return tuple(set_head(x, b, g, grad) for x, grad in zip(buffers, grads, strict=True))
 
     buffers = same_varying(tuple(jnp.zeros_like(x) for x in (query, key, value)), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
@@ -269,9 +187,9 @@ def _backward_head(
 
         def block(dq_t, start, strip=strip, first=first):
             queries, grads = q[first:], do[first:]
-            keys, values = (_rows(x, start, strip.size) for x in (k, v))
+            keys, values = (rows_of(x, start, strip.size) for x in (k, v))
             visible = _visible((strip.start, seq - strip.start), (start, strip.size), group, segments).T
-            scores = jnp.where(visible, keys @ queries.T - lse[first:], _MASKED)
+            scores = jnp.where(visible, keys @ queries.T - lse[first:], MASKED)
             weights = jnp.exp(scores)
             dscores = weights * (values @ grads.T - delta[first:])
             keys_t = jax.lax.dynamic_slice_in_dim(k_t, start, strip.size, axis=1)
@@ -285,18 +203,3 @@ def _backward_head(
         dks.append(dk.reshape(-1, dk.shape[-1]))
         dvs.append(dv.reshape(-1, dv.shape[-1]))
     return dq_t, jnp.concatenate(dks), jnp.concatenate(dvs)
-
-
-def _rows(x: Array, start: Any, size: int, group: int = 1) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, start * group, size * group)
-
-
-def _head(x: Array, batch: Array, head: Array, width: int = 1) -> Float[Array, "seq width dim"]:
-    """Heads width * head ... of one batch element, in float32."""
-    _, seq, _, dim = x.shape
-    piece = jax.lax.dynamic_slice(x, (batch, 0, head * width, 0), (1, seq, width, dim))
-    return piece[0].astype(jnp.float32)
-
-
-def _set_head(x: Array, batch: Array, head: Array, piece: Float[Array, "seq width dim"]) -> Array:
-    return jax.lax.dynamic_update_slice(x, piece[None].astype(x.dtype), (batch, 0, head * piece.shape[1], 0))

@@ -1,7 +1,6 @@
 """Products that are known to be symmetric: the public function."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -76,29 +75,14 @@ Operation = Callable[[Array, Array | None], Array]
 
 def _choose(implementation: dispatch.Implementation, x: Array) -> Operation:
     """The function that runs this call, with its rules for vmap and differentiation."""
-    if implementation is None:
-        return _by_platform(x)
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    available: dict[str, Operation] = {"reference": _REFERENCE, "xla": _XLA}
-    reasons = {}
-    for name, platform in (("pallas_tpu", "tpu"), ("pallas_gpu", "gpu")):
-        if name in names:
-            reasons[name] = _elsewhere(platform) or _unsupported(name, x)
-            if reasons[name] is None:
-                available[name] = _operation_of(name)
-    try:
-        return dispatch.choose(_OPERATION, implementation, available, _XLA)
-    except dispatch.UnsupportedError as error:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise dispatch.UnsupportedError(f"{_OPERATION} cannot run this call as {why}") from error
-
-
-def _by_platform(x: Array) -> Operation:
-    """What None means: the platform is known when the program is lowered, the rest now."""
-    if x.size == 0 or min(x.shape[-2:]) < _SMALLEST or _may_be_partitioned(x):
+    if implementation is None and (x.size == 0 or min(x.shape[-2:]) < _SMALLEST or _may_be_partitioned(x)):
         return _XLA
-    names = (("tpu", "pallas_tpu"), ("cuda", "pallas_gpu"))
-    return _operation_by_platform(tuple(pair for pair in names if _unsupported(pair[1], x) is None))
+    found = dispatch.select(_OPERATION, implementation, lambda module: module.unsupported(*x.shape[-2:], x.dtype))
+    if isinstance(found, dict):
+        return _operation_by_platform(tuple(found.items()))
+    if found in dispatch.KERNELS:
+        return _operation_of(found)
+    return {"reference": _REFERENCE, "xla": _XLA}[found]
 
 
 def _may_be_partitioned(x: Array) -> bool:
@@ -107,20 +91,6 @@ def _may_be_partitioned(x: Array) -> bool:
     meshes = (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh())
     axes = [axis for mesh in meshes for axis in zip(mesh.axis_types, mesh.axis_sizes, strict=True)]
     return any(axis == kind.Explicit or (axis == kind.Auto and size > 1) for axis, size in axes)
-
-
-def _elsewhere(platform: str) -> str | None:
-    backend = jax.default_backend()
-    return None if backend == platform else f"needs a {platform.upper()}, running on {backend}"
-
-
-def _unsupported(name: str, x: Array) -> str | None:
-    kernels = _kernels(name)
-    return kernels.unsupported(*x.shape[-2:], x.dtype) or kernels.unsupported_device()
-
-
-def _kernels(name: str) -> ModuleType:
-    return importlib.import_module(f"kernels_pallas.symmetric_product.{name}")  # seconds: only where it is needed
 
 
 def _operation(run: Callable[[Array, Array], Array]) -> Operation:
@@ -159,15 +129,15 @@ _XLA = _operation(xla.symmetric_product)
 
 @functools.cache
 def _operation_of(name: str) -> Operation:
-    return _operation(_folded(_kernels(name).symmetric_product))
+    return _operation(_folded(dispatch.module(_OPERATION, name).symmetric_product))
 
 
 @functools.cache
-def _operation_by_platform(kernels: tuple[tuple[str, str], ...]) -> Operation:
+def _operation_by_platform(kernels: tuple[tuple[str, ModuleType], ...]) -> Operation:
     """Kernels by the platform that runs them, "xla" on every other."""
     if not kernels:
         return _XLA
-    branches: dict[str, Any] = {platform: _folded(_kernels(name).symmetric_product) for platform, name in kernels}
+    branches: dict[str, Any] = {platform: _folded(module.symmetric_product) for platform, module in kernels}
     return _operation(functools.partial(jax.lax.platform_dependent, default=xla.symmetric_product, **branches))
 
 
@@ -175,9 +145,9 @@ def _folded(kernel: Callable[[Array, Array], Array]) -> Callable[[Array, Array],
     """`kernel` of one batch axis, for any number of them and inside `jax.shard_map`."""
 
     def call(x, y):
-        x, y = _compat.same_varying(x, y)
+        x, y = _compat.same_varying((x, y))
         flat = (a.reshape(-1, *a.shape[-2:]) for a in (x, y))
         out = kernel(*flat).reshape(*x.shape[:-1], x.shape[-2])
-        return _compat.same_varying(out, x)[0]
+        return _compat.same_varying(out, x)
 
     return call

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 
 def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[str]) -> Callable:
@@ -60,26 +60,6 @@ def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[
 def _explicit_axes(mesh: Any) -> set[str]:
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in kinds if kind == jax.sharding.AxisType.Explicit}
-
-
-def same_varying(arrays: PyTree, like: Array | None = None) -> PyTree:
-    """Marks all arrays as varying over every mesh axis that one of them (or `like`) varies over.
-
-    Inside `jax.shard_map` the carry of a loop must vary over the same axes as what is written into it.
-    """
-    axes = frozenset().union(*(_varying(x) for x in jax.tree.leaves((arrays, like))))
-
-    def cast(x: Array) -> Array:
-        missing = tuple(sorted(axes - _varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)
-
-
-def _varying(x: Array) -> frozenset[str]:
-    aval = jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)  # its name in newer versions of JAX
-    return manual.varying if manual is not None else aval.vma
 
 
 def _evenly(mesh: jax.sharding.Mesh, info: Any, dim: int) -> Any:
