@@ -12,6 +12,12 @@ def rows_of(x: Array, start: Any, size: int, group: int = 1) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start * group, size * group)
 
 
+def add_rows(total: Float[Array, "seq dim"], start: Any, piece: Float[Array, "rows dim"]) -> Float[Array, "seq dim"]:
+    """`total` with `piece` added to the rows from `start` on."""
+    rows = rows_of(total, start, piece.shape[0]) + piece
+    return jax.lax.dynamic_update_slice_in_dim(total, rows, start, axis=0)
+
+
 def head_of(x: Array, batch: Array, head: Array, width: int = 1) -> Float[Array, "seq width dim"]:
     """Heads width * head ... of one batch element, in float32."""
     _, seq, _, dim = x.shape

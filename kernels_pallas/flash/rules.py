@@ -2,7 +2,7 @@
 
 An implementation is two functions of arrays, `forward(query, key, value, *extras) -> (out, lse)` and
 `backward(query, key, value, *extras, out, lse, grad_out) -> (dquery, dkey, dvalue)`. `lse`, the log-sum-exp of a row's
-scores, has shape (batch, heads, rows), float32; it is `NOTHING` for a row that sees no key, whose output is zero. Extras
+scores, is float32 of shape (batch, heads, rows) and `NOTHING` for a row that sees no key, whose output is zero. Extras
 are integer arrays or None.
 """
 
