@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("agents", "lm", "moe", "optim", "quant", "training")
+_SUBPACKAGES = ("agents", "attention", "lm", "moe", "optim", "quant", "training")
 _FUNCTIONS = {"gradient_stabilizer": "optim", "olion": "optim"}
 
 if TYPE_CHECKING:
-    from jaxlib_icml import agents, lm, moe, optim, quant, training
+    from jaxlib_icml import agents, attention, lm, moe, optim, quant, training
     from jaxlib_icml.optim import gradient_stabilizer, olion
 
-__all__ = ["agents", "gradient_stabilizer", "lm", "moe", "olion", "optim", "quant", "training"]
+__all__ = ["agents", "attention", "gradient_stabilizer", "lm", "moe", "olion", "optim", "quant", "training"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,14 @@ class Method:
 
 METHODS: tuple[Method, ...] = (
     Method(
+        name="attention/l2a",
+        import_path="jaxlib_icml.attention.l2a_attention",
+        paper="Learning When to Attend: Conditional Memory Access for Long-Context LLMs",
+        arxiv="2603.17484",
+        experiment="",
+        status="routing, attention and the controller of its rate",
+    ),
+    Method(
         name="moe/layers",
         import_path="jaxlib_icml.moe.SparseMoE",
         paper="Hyperparameter Transfer with Mixture-of-Experts Layers",
