@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from kernels_pallas import autotune
+
 # Read by the plugins when JAX first looks for devices; none of them matters on a machine with the chip.
 for _name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
     os.environ.setdefault(_name, "1")
@@ -95,7 +97,7 @@ def make_mesh(chip: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh
 
 
 def compile_for(chip: str, function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-    """Compile a function for one chip.
+    """Compile a function for one chip, with the block sizes that kernels have for it (`autotune`).
 
     Args:
       chip: as in `devices`.
@@ -111,7 +113,7 @@ def compile_for(chip: str, function: Callable[..., Any], *args: Any) -> jax.stag
     """
     sharding = SingleDeviceSharding(devices(chip)[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    with warnings.catch_warnings():
+    with autotune.for_chip(chip.partition(":")[0]), warnings.catch_warnings():
         # Donated buffers that a compile-only client cannot alias.
         warnings.filterwarnings("ignore", message=".*donated.*")
         return jax.jit(function).lower(*placed).compile()

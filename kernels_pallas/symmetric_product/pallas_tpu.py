@@ -10,6 +10,7 @@ Blocks are transposed in float32: v5e has no 16-bit vector arithmetic.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from kernels_pallas import _compat
+from kernels_pallas import _compat, autotune
 from kernels_pallas.symmetric_product.blocks import padded, upper_blocks
 
 KERNEL_NAME = "symmetric_product"
@@ -69,15 +70,28 @@ def unsupported_device() -> str | None:
     return None
 
 
+def tuning_key(n: int, k: int, dtype: Any) -> dict[str, Any]:
+    """The case that block sizes are looked up for: sizes in whole tiles."""
+    return {
+        "n": _SMALLEST * pl.cdiv(n, _SMALLEST),
+        "k": _SMALLEST * pl.cdiv(k, _SMALLEST),
+        "dtype": jnp.dtype(dtype).name,
+    }
+
+
+def candidates(key: Mapping[str, Any]) -> list[Config]:
+    """The configs worth trying for a `tuning_key`: those that fit the VMEM of every chip."""
+    whole = 128 * pl.cdiv(key["k"], 128)
+    steps = sorted({min(block_k, whole) for block_k in (128, 256, 512, 1024, 2048, 4096, whole)})
+    configs = (Config(block, block_k) for block in (128, 256, 384, 512) for block_k in steps)
+    itemsize = jnp.dtype(key["dtype"]).itemsize
+    return [config for config in configs if config.vmem_bytes(itemsize) <= _VMEM_BYTES]
+
+
 def heuristic(n: int, k: int, itemsize: int) -> Config:
     """Returns the config with the fewest `Config.cycles` among those that fit the VMEM of every chip."""
-    candidates = (
-        Config(block, block_k)
-        for block in (128, 256, 384, 512)
-        for block_k in (128, 256, 512, 1024, 2048, 4096, 128 * pl.cdiv(k, 128))
-    )
-    fitting = [c for c in candidates if c.vmem_bytes(itemsize) <= _VMEM_BYTES]
-    return min(fitting, key=lambda c: c.cycles(n, k, itemsize))
+    key = {"k": k, "dtype": {2: "bfloat16", 4: "float32"}[itemsize]}
+    return min(candidates(key), key=lambda config: config.cycles(n, k, itemsize))
 
 
 def symmetric_product(
@@ -93,7 +107,7 @@ def symmetric_product(
     Args:
       x: bfloat16 or float32.
       y: Shape and dtype of `x`.
-      config: Block sizes; None takes `heuristic`.
+      config: Block sizes; None takes those that `autotune` has for this case, else `heuristic`.
       triangle: False computes every block, and gives x yᵀ whether symmetric or not: what benchmarks compare with.
       interpret: As in `pallas_call`.
 
@@ -104,7 +118,9 @@ def symmetric_product(
       ValueError: Block sizes that are not multiples of 128.
     """
     n, k = x.shape[1:]
-    config = config or heuristic(n, k, x.dtype.itemsize)
+    if config is None:
+        found = autotune.lookup(KERNEL_NAME, "pallas_tpu.forward", tuning_key(n, k, x.dtype))
+        config = heuristic(n, k, x.dtype.itemsize) if found is None else Config(**found)
     if config.block % 128 or config.block_k % 128 or min(config) < 128:
         raise ValueError(f"config must have positive multiples of 128, got {config}")
     x, y = (padded(a, config.block, config.block_k) for a in (x, y))
