@@ -30,11 +30,11 @@ class Method:
 METHODS: tuple[Method, ...] = (
     Method(
         name="attention/l2a",
-        import_path="jaxlib_icml.attention.l2a_attention",
+        import_path="jaxlib_icml.attention.L2AAttention",
         paper="Learning When to Attend: Conditional Memory Access for Long-Context LLMs",
         arxiv="2603.17484",
         experiment="",
-        status="routing, attention and the controller of its rate",
+        status="layer, conversion, decoding, controller of the rate, pruning; no reproduction yet",
     ),
     Method(
         name="moe/layers",
