@@ -11,6 +11,7 @@ Pallas kernels for TPU and GPU behind one `implementation=` argument:
 from kernels_pallas.causal_attention.api import causal_attention
 from kernels_pallas.dispatch import Implementation, UnsupportedError, supported
 from kernels_pallas.gathered_attention.api import gathered_attention
+from kernels_pallas.ragged_decode_attention.api import ragged_decode_attention
 from kernels_pallas.sliding_window_attention.api import sliding_window_attention
 from kernels_pallas.symmetric_product.api import symmetric_product
 from kernels_pallas.token_conditional_attention.api import token_conditional_attention
@@ -20,6 +21,7 @@ __all__ = [
     "UnsupportedError",
     "causal_attention",
     "gathered_attention",
+    "ragged_decode_attention",
     "sliding_window_attention",
     "supported",
     "symmetric_product",
