@@ -1,4 +1,4 @@
-"""The command `icml`: train, generate, eval, import, export, info.
+"""The command `icml`: train, generate, eval, import, prune, export, info.
 
 A mistake of the caller is one line on standard error and exit code 2; a traceback means a bug.
 """
@@ -95,6 +95,22 @@ class ExportConfig:
     """Size of one file at most."""
     overwrite: bool = False
     """Replace a checkpoint that is there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PruneConfig:
+    """Take the global attention away from the L2A layers that hardly use it, for a smaller cache."""
+
+    run: str
+    """Folder of a run trained with --attention l2a."""
+    out: str
+    """The new folder, a run with the same weights."""
+    data: str | None = None
+    """File, folder, glob or JSONL file on which usage is measured; None: what the run held out."""
+    eps: float = 0.02
+    """Layers that route at most this share of the tokens may go."""
+    max_drop: float = 0.5
+    """Largest share of the layers that go."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,6 +222,7 @@ def _train(args: list[str]) -> int:
     from jaxlib_icml.training.loop import Interrupted, train
     from jaxlib_icml.training.progress import make_reporter
 
+    args = [f"--model.{arg[2:]}" if arg.partition("=")[0] == "--attention" else arg for arg in args]
     default, args = _train_defaults(args)
     config = _parse(TrainConfig, args, "icml train", default)
     try:
@@ -232,7 +249,7 @@ def _generate(args: list[str]) -> int:
     import jax
     import numpy as np
 
-    from jaxlib_icml.lm import generate, pad_prompts
+    from jaxlib_icml.lm import cache_bytes, generate, pad_prompts
     from jaxlib_icml.training.runs import load_model
 
     sampling = config.sampling()
@@ -265,6 +282,11 @@ def _generate(args: list[str]) -> int:
             print("-" * 80)
         ids = new[:length] if config.chat else np.concatenate([prompt, new[:length]])
         print(run.tokenizer.decode(ids[ids < run.tokenizer.vocab_size]))  # a model may have rows to spare
+    if run.config.attention == "l2a":
+        longest += int(np.asarray(out.lengths).max())
+        held, everything = cache_bytes(run.config, longest)
+        saved = f"{100 * (1 - held / everything):.0f} % less than the {everything} of all layers"
+        print(f"KV cache: {held} bytes for {longest} tokens, {saved}", file=sys.stderr)
     return 0
 
 
@@ -365,6 +387,22 @@ def _export(args: list[str]) -> int:
     return 0
 
 
+def _prune(args: list[str]) -> int:
+    config = _parse(PruneConfig, _positional(args, "run"), "icml prune")
+    from jaxlib_icml.lm import cache_bytes
+    from jaxlib_icml.training.pruning import prune_run
+
+    model, usage = prune_run(config.run, config.out, data=config.data, eps=config.eps, max_drop=config.max_drop)
+    for layer, used in enumerate(usage):
+        verdict = "pruned" if layer in model.config.pruned_layers else ""
+        print(f"layer {layer:<9} {100 * used:6.2f} % of the tokens routed  {verdict}".rstrip())
+    context = model.config.context_length
+    held, everything = cache_bytes(model.config, context)
+    print(f"KV cache        {held} bytes for {context} tokens instead of {everything}")
+    print(f"run folder      {config.out}")
+    return 0
+
+
 def _positional(args: list[str], name: str) -> list[str]:
     """Let the first argument be a value instead of `--name VALUE`."""
     if args and not args[0].startswith("-"):
@@ -412,6 +450,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "generate": (_generate, "continue prompts with a run or another model"),
     "eval": (_eval, "perplexity and bits per byte of a text"),
     "import": (_import, "make a run of a model that somebody else trained"),
+    "prune": (_prune, "shrink the cache of a run with L2A: no global attention where it is hardly used"),
     "export": (_export, "write a run as a Hugging Face folder"),
     "info": (_info, "devices, versions and presets"),
 }

@@ -1,6 +1,7 @@
 """The language model that the flagship methods share: configuration, transformer, loss, cache and generation."""
 
-from jaxlib_icml.lm.cache import KVCache, LayerCache, init_cache
+from jaxlib_icml.lm.attention import Exploration
+from jaxlib_icml.lm.cache import KVCache, LayerCache, cache_bytes, init_cache
 from jaxlib_icml.lm.config import PRESETS, LMConfig, preset
 from jaxlib_icml.lm.generate import Generation, Sampling, generate, pad_prompts, sample
 from jaxlib_icml.lm.hooks import HOOK_POINTS, Edit
@@ -11,6 +12,7 @@ __all__ = [
     "HOOK_POINTS",
     "PRESETS",
     "Edit",
+    "Exploration",
     "Generation",
     "KVCache",
     "LMConfig",
@@ -20,6 +22,7 @@ __all__ = [
     "Sampling",
     "Transformer",
     "abstract_transformer",
+    "cache_bytes",
     "cross_entropy_sum",
     "generate",
     "init_cache",

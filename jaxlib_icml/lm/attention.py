@@ -1,22 +1,35 @@
 """Multi-head attention with grouped keys, rotary positions and an optional cache."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxlib_icml.attention.l2a import L2AAux, Routing, capacity_for, l2a_attention, route
+from jaxlib_icml.attention.l2a_cache import L2ACache, decode_attention, fill_cache
+from jaxlib_icml.attention.l2a_layer import L2ARouter
 from jaxlib_icml.lm.cache import LayerCache, append
 from jaxlib_icml.lm.config import LMConfig
 from jaxlib_icml.lm.hooks import Tap
 from jaxlib_icml.nn import apply_rotary, dot_general, fan_in_normal, logical_axes
-from kernels_pallas.causal_attention import causal_attention
+from kernels_pallas import causal_attention, sliding_window_attention
 
 Rotary = tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]
 
-# Queries that share a slice of keys in windowed attention.
-_QUERY_BLOCK = 256
+
+class Exploration(NamedTuple):
+    """Noise on the decisions of L2A's routers in training.
+
+    Attributes:
+      key: a JAX random key.
+      temperature: of the logistic noise, 1 until shortly before the end of a training, then falling to 0.
+    """
+
+    key: Key[Array, "*layers"]
+    temperature: Float[Array, ""]
 
 
 def rms_norm(size: int, config: LMConfig, rngs: nnx.Rngs, axis: str | None = "embed") -> nnx.RMSNorm:
@@ -53,7 +66,7 @@ class Attention(nnx.Module):
     sharding rules can see them.
     """
 
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs, layer: int = 0):
         heads, kv_heads, head_dim = config.num_heads, config.resolved_num_kv_heads, config.resolved_head_dim
 
         def projection(num: int, axis: str) -> nnx.LinearGeneral:
@@ -73,6 +86,8 @@ class Attention(nnx.Module):
         self.key = projection(kv_heads, "kv_heads")
         self.value = projection(kv_heads, "kv_heads")
         self.window = config.sliding_window
+        self.l2a = config.l2a if config.attention == "l2a" else None
+        self.pruned = layer in config.pruned_layers
         self.out = nnx.LinearGeneral(
             (heads, head_dim),
             config.width,
@@ -90,6 +105,8 @@ class Attention(nnx.Module):
         if scope is not None:
             axis = "head_dim" if scope == "head" else None
             self.query_norm, self.key_norm = (rms_norm(size, config, rngs, axis) for size in sizes[scope])
+        if self.l2a is not None:
+            self.router = L2ARouter(config.width, self.l2a, rngs=rngs)
 
     def __call__(
         self,
@@ -101,7 +118,8 @@ class Attention(nnx.Module):
         lengths: Int[Array, " batch"] | None = None,
         prefill: bool = False,
         tap: Tap | None = None,
-    ) -> tuple[Float[Array, "batch seq width"], LayerCache | None]:
+        exploration: Exploration | None = None,
+    ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, L2AAux | None]:
         """Attend; with a cache, append the new tokens to it first.
 
         Args:
@@ -109,46 +127,140 @@ class Attention(nnx.Module):
           rotary: cosines and sines of the tokens' positions; None: no rotary embedding.
           segment_ids: (batch, seq) documents of packed training rows; not with a cache.
           cache: this layer's cache.
-          lengths: (batch,) tokens in the cache before this call.
+          lengths: (batch,) tokens in the cache before this call; with `prefill` those of the prompts.
           prefill: the cache is empty, so the new tokens only see one another.
           tap: reads and edits the pattern and the heads' outputs.
+          exploration: L2A in training: noise on the router's decisions, and no more of them than its capacity.
 
         Returns:
-          The output and the updated cache (None without one).
+          The output, the updated cache (None without one), and what L2A's routing did (None without L2A or with a
+          cache).
         """
         q, k, v = self.query(x), self.key(x), self.value(x)
         if hasattr(self, "query_norm"):
             q, k = _normalise(self.query_norm, q), _normalise(self.key_norm, k)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        routing = self._route(x, exploration, tap)
+        aux = None
         if cache is None or lengths is None:
             cache = None
-            heads = self._attend(q, k, v, segment_ids, tap)
+            heads, aux = self._attend(q, k, v, routing, segment_ids, tap, exploration is not None)
+        elif prefill:
+            heads, _ = self._attend(q, k, v, routing, None, tap, False)
+            cache = self._prefilled(cache, k, v, lengths)
         else:
-            cache = append(cache, k, v, None if prefill else lengths)
-            if prefill:
-                heads = self._attend(q, k, v, None, tap)
-            else:
-                positions = lengths[:, None] + jnp.arange(x.shape[1])
-                visible = _visible(positions, jnp.arange(cache.keys.shape[1]), self.window)
-                heads = masked_attention(q, cache.keys, cache.values, visible, _pattern_hook(tap))
+            heads, cache = self._decode(q, k, v, routing, cache, lengths, tap)
         if tap is not None:
             heads = tap("head_output", heads)
-        return self.out(heads), cache
+        return self.out(heads), cache, aux
 
-    def _attend(self, q: Array, k: Array, v: Array, segment_ids: Array | None, tap: Tap | None) -> Array:
+    def _route(self, x: Array, exploration: Exploration | None, tap: Tap | None) -> Routing | None:
+        """L2A's decisions; None without L2A and for a pruned layer, whose decision is always no."""
+        if self.l2a is None:
+            return None
+        watched = tap if tap is not None and tap.wants("routing_probability") else None
+        if self.pruned:
+            if watched is not None:
+                watched("routing_probability", jnp.zeros(x.shape[:2], jnp.float32))
+            return None
+        key, temperature = (None, 0.0) if exploration is None else exploration
+        routing = route(self.router(x), key=key, temperature=temperature, threshold=self.l2a.threshold)
+        if watched is not None:
+            prob = watched("routing_probability", routing.prob)
+            return Routing(prob >= self.l2a.threshold, prob)
+        return routing
+
+    def _attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        routing: Routing | None,
+        segment_ids: Array | None,
+        tap: Tap | None,
+        train: bool,
+    ) -> tuple[Array, L2AAux | None]:
         """Attention among the tokens of one call."""
-        seq = q.shape[1]
+        batch, seq = q.shape[:2]
         hook = _pattern_hook(tap)
         if hook is not None:
             positions = jnp.arange(seq)
-            visible = _visible(positions[None], positions, self.window)
+            visible = self._visible(positions[None], positions, routing)
             if segment_ids is not None:
                 visible &= segment_ids[:, :, None] == segment_ids[:, None, :]
-            return masked_attention(q, k, v, jnp.broadcast_to(visible, (q.shape[0], seq, seq)), hook)
-        if self.window is None or self.window >= seq:
-            return causal_attention(q, k, v, segment_ids=segment_ids)
-        return windowed_attention(q, k, v, self.window, segment_ids)
+            return masked_attention(q, k, v, jnp.broadcast_to(visible, (batch, seq, seq)), hook), None
+        if self.l2a is None:
+            if self.window is None or self.window >= seq:
+                return causal_attention(q, k, v, segment_ids=segment_ids), None
+            return sliding_window_attention(q, k, v, window=self.window, segment_ids=segment_ids), None
+        window, sinks = self.l2a.window, self.l2a.sinks
+        if routing is None:
+            none, nothing = jnp.zeros(batch, jnp.int32), jnp.zeros((), jnp.float32)
+            heads = sliding_window_attention(q, k, v, window=window, sinks=sinks, segment_ids=segment_ids)
+            return heads, L2AAux(none, none, nothing, nothing)
+        return l2a_attention(
+            q,
+            k,
+            v,
+            routing,
+            window=window,
+            capacity=capacity_for(seq, self.l2a) if train else None,
+            segment_ids=segment_ids,
+            combine=self.l2a.combine,
+            estimator=self.l2a.estimator,
+            overflow=self.l2a.overflow if train else "drop_late",
+            train=train,
+            sinks=sinks,
+        )
+
+    def _prefilled(self, cache: LayerCache, k: Array, v: Array, lengths: Array) -> LayerCache:
+        if not self.pruned or self.l2a is None:
+            return append(cache, k, v, None)
+        filled = fill_cache(L2ACache(*cache, lengths), k, v, lengths, sinks=self.l2a.sinks)
+        return LayerCache(filled.keys, filled.values)
+
+    def _decode(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        routing: Routing | None,
+        cache: LayerCache,
+        lengths: Array,
+        tap: Tap | None,
+    ) -> tuple[Array, LayerCache]:
+        """Attention of the next tokens of every row."""
+        hook = _pattern_hook(tap)
+        if self.l2a is not None and (hook is None or self.pruned):
+            if hook is not None:
+                raise ValueError("capture: a pruned layer's cache is a ring, it has no attention_pattern by position")
+            heads, new = decode_attention(
+                q,
+                k,
+                v,
+                L2ACache(*cache, lengths),
+                routing,
+                window=self.l2a.window,
+                sinks=self.l2a.sinks,
+                combine=self.l2a.combine,
+                estimator=self.l2a.estimator,
+            )
+            return heads, LayerCache(new.keys, new.values)
+        cache = append(cache, k, v, lengths)
+        positions = lengths[:, None] + jnp.arange(q.shape[1])
+        visible = self._visible(positions, jnp.arange(cache.keys.shape[1]), routing)
+        return masked_attention(q, cache.keys, cache.values, visible, hook), cache
+
+    def _visible(self, positions: Array, slots: Array, routing: Routing | None) -> Array:
+        """(batch, seq, slots): which slots a query at each position sees."""
+        causal = slots <= positions[:, :, None]
+        if self.l2a is None:
+            return causal if self.window is None else causal & (slots > positions[:, :, None] - self.window)
+        if (self.l2a.combine, self.l2a.estimator) != ("replace", "st"):
+            raise ValueError("capture: attention_pattern needs l2a.combine = replace and l2a.estimator = st")
+        near = causal & ((slots > positions[:, :, None] - self.l2a.window) | (slots < self.l2a.sinks))
+        return near if routing is None else near | (causal & routing.mask[:, :, None])
 
 
 def _normalise(norm: nnx.RMSNorm, x: Array) -> Array:
@@ -156,12 +268,6 @@ def _normalise(norm: nnx.RMSNorm, x: Array) -> Array:
     if norm.num_features == x.shape[-1]:
         return norm(x)
     return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
-
-
-def _visible(positions: Array, slots: Array, window: int | None) -> Array:
-    """(batch, seq, slots): which slots a query at each position sees."""
-    visible = slots <= positions[:, :, None]
-    return visible if window is None else visible & (slots > positions[:, :, None] - window)
 
 
 def _pattern_hook(tap: Tap | None) -> Callable[[Array], Array] | None:
@@ -199,49 +305,3 @@ def masked_attention(
         weights = hook(weights.reshape(batch, heads, seq, slots)).reshape(weights.shape)
     out = jnp.einsum("bgrts,bsgd->btgrd", weights, v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(q.shape)
-
-
-def windowed_attention(
-    q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch seq kv_heads head_dim"],
-    v: Float[Array, "batch seq kv_heads head_dim"],
-    window: int,
-    segment_ids: Int[Array, "batch seq"] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention to the last `window` tokens, in memory linear in seq.
-
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      window: tokens that a token sees, itself included.
-      segment_ids: documents of packed rows; None: one document.
-
-    Returns:
-      The heads' outputs.
-    """
-    seq = q.shape[1]
-    block = min(_QUERY_BLOCK, seq)
-    count = -(-seq // block)
-    # Keys of a block of queries are one slice, once `window` - 1 slots lie before the first token.
-    before, after, span = window - 1, count * block - seq, window - 1 + block
-    pad = lambda x, front: jnp.pad(x, [(0, 0), (front, after)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
-    q, k, v = pad(q, 0), pad(k, before), pad(v, before)
-    segments = None if segment_ids is None else (pad(segment_ids, 0), pad(segment_ids, before))
-    slots = jnp.arange(span)
-
-    @jax.checkpoint
-    def attend(start: Array) -> Array:
-        def cut(x: Array, size: int) -> Array:
-            return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-        rows = before + jnp.arange(block)[:, None]
-        # A padding row sees itself, so that its softmax is defined.
-        visible = (slots <= rows) & (slots > rows - window) & (slots + start >= before)
-        visible = jnp.broadcast_to(visible, (q.shape[0], block, span))
-        if segments is not None:
-            visible &= cut(segments[0], block)[:, :, None] == cut(segments[1], span)[:, None, :]
-        return masked_attention(cut(q, block), cut(k, span), cut(v, span), visible)
-
-    out = jax.lax.map(attend, block * jnp.arange(count))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)[:, :seq]

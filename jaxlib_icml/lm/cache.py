@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlib_icml.attention.l2a_cache import cache_slots
+from jaxlib_icml.attention.l2a_pruning import kv_cache_bytes
 from jaxlib_icml.lm.config import LMConfig
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, (batch, slots, kv_heads, head_dim); (layers, batch, ...) when scanned."""
+    """Keys and values of one layer, (batch, slots, kv_heads, head_dim); (layers, batch, ...) when scanned.
+
+    A pruned L2A layer has slots for its window and sinks only, as a ring (`jaxlib_icml.attention.l2a_cache`).
+    """
 
     keys: Float[Array, "*layers batch slots kv_heads head_dim"]
     values: Float[Array, "*layers batch slots kv_heads head_dim"]
@@ -44,11 +49,45 @@ def init_cache(config: LMConfig, batch: int, slots: int) -> KVCache:
         raise ValueError(f"batch: must be at least 1, got {batch}")
     if not 1 <= slots <= config.context_length:
         raise ValueError(f"slots: must be between 1 and context_length {config.context_length}, got {slots}")
-    shape = (batch, slots, config.resolved_num_kv_heads, config.resolved_head_dim)
-    stack = (config.num_layers,) if config.scan_layers else ()
-    zeros = jnp.zeros(stack + shape, config.compute_dtype)
-    layer = LayerCache(zeros, zeros)
-    return KVCache((layer,) * (1 if config.scan_layers else config.num_layers), jnp.zeros(batch, jnp.int32))
+
+    def layer(slots: int) -> LayerCache:
+        shape = (batch, slots, config.resolved_num_kv_heads, config.resolved_head_dim)
+        zeros = jnp.zeros((config.num_layers, *shape) if config.scan_layers else shape, config.compute_dtype)
+        return LayerCache(zeros, zeros)
+
+    pruned = [i in config.pruned_layers for i in range(1 if config.scan_layers else config.num_layers)]
+    sizes = [cache_slots(slots, config.l2a.window, pruned=p, sinks=config.l2a.sinks) for p in pruned]
+    return KVCache(tuple(map(layer, sizes)), jnp.zeros(batch, jnp.int32))
+
+
+def cache_bytes(config: LMConfig, tokens: int) -> tuple[int, int]:
+    """Bytes that the keys and values of one sequence take.
+
+    Args:
+      config: the model's configuration.
+      tokens: length of the sequence.
+
+    Returns:
+      With pruned layers as they are, and with none pruned.
+
+    >>> config = LMConfig(num_layers=2, attention="l2a", pruned_layers=(1,))
+    >>> cache_bytes(config, 1024)
+    (1310720, 2097152)
+    """
+    pruned = [i in config.pruned_layers for i in range(config.num_layers)]
+    held, all_layers = (
+        kv_cache_bytes(
+            which,
+            tokens,
+            window=config.l2a.window,
+            kv_heads=config.resolved_num_kv_heads,
+            head_dim=config.resolved_head_dim,
+            dtype=config.compute_dtype,
+            sinks=config.l2a.sinks,
+        )
+        for which in (pruned, [False] * config.num_layers)
+    )
+    return held, all_layers
 
 
 def append(

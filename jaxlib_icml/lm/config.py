@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jaxlib_icml.attention.l2a import L2AConfig
 from jaxlib_icml.nn import RopeScaling
 
 
@@ -68,6 +69,12 @@ class LMConfig:
     """yarn: factor on queries and keys; None: 1 + 0.1 ln(rope_factor)."""
     sliding_window: int | None = None
     """Every token sees this many tokens, itself included; None: all before it."""
+    attention: Literal["full", "l2a"] = "full"
+    """full: every token sees all before it (or sliding_window). l2a: a router per layer decides which tokens do."""
+    l2a: L2AConfig = dataclasses.field(default_factory=lambda: L2AConfig(window=256))
+    """Routing of attention = l2a."""
+    pruned_layers: tuple[int, ...] = ()
+    """Layers of attention = l2a that have lost their global attention and keep a cache of one window."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation of the residual stream."""
     norm_epsilon: float = 1e-6
@@ -148,6 +155,12 @@ class LMConfig:
                 "rope_beta_fast: must exceed rope_beta_slow, which must be positive, got "
                 f"{self.rope_beta_fast} and {self.rope_beta_slow}"
             )
+        if self.attention == "l2a" and self.sliding_window is not None:
+            raise ValueError("sliding_window: attention = l2a has a window of its own, l2a.window")
+        if self.pruned_layers and (self.attention != "l2a" or self.scan_layers):
+            raise ValueError("pruned_layers: needs attention = l2a, and layers that are not scanned")
+        if not set(self.pruned_layers) <= set(range(self.num_layers)):
+            raise ValueError(f"pruned_layers: must be layers below {self.num_layers}, got {self.pruned_layers}")
         if self.num_experts and self.mlp_bias:
             raise ValueError("mlp_bias: experts have no biases")
         if self.num_experts < 0:

@@ -274,6 +274,8 @@ def config_to_hub(config: LMConfig) -> dict[str, Any]:
     >>> config_to_hub(LMConfig(qk_norm=True, num_experts=8))["model_type"]
     'qwen3_moe'
     """
+    if config.attention != "full":
+        raise ValueError(f"attention: no family has {config.attention}")
     family = _choose_family(config)
     common = {
         "model_type": family,

@@ -174,7 +174,9 @@ def _generate(
 ) -> Generation:
     model = nnx.merge(graphdef, state)
     batch, seq = prompts.shape
-    out = model(prompts, cache=init_cache(model.config, batch, seq + max_new_tokens), prefill=True)
+    cache = init_cache(model.config, batch, seq + max_new_tokens)
+    # The keys of the padding stay in the cache, out of sight: rows overwrite them as they grow.
+    out = model(prompts, cache=cache, prefill=True, prompt_lengths=prompt_lengths)
     last_hidden = jnp.take_along_axis(out.hidden, (prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
     stops = jnp.array(stop_tokens, jnp.int32)
     fill = stop_tokens[0] if stop_tokens else 0
@@ -196,8 +198,7 @@ def _generate(
 
     first = _Loop(
         step=jnp.zeros((), jnp.int32),
-        # The keys of the padding stay in the cache, out of sight: rows overwrite them as they grow.
-        cache=out.cache._replace(lengths=prompt_lengths),
+        cache=out.cache,
         last=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
         tokens=jnp.full((batch, max_new_tokens), fill, jnp.int32),

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 HOOK_POINTS = {
     "residual": "(layers, batch, seq, width), the residual stream that enters each block",
     "attention_pattern": "(layers, batch, heads, seq, keys), attention weights; costs memory quadratic in seq",
+    "routing_probability": "(layers, batch, seq), how likely L2A lets each token attend globally; edited, it decides",
     "head_output": "(layers, batch, seq, heads, head_dim), each head's mixture of values",
     "attention_output": "(layers, batch, seq, width), what attention adds to the residual stream",
     "mlp_output": "(layers, batch, seq, width), what the feed-forward or the experts add to it",

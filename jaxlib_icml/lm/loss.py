@@ -10,6 +10,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxlib_icml.attention.l2a import L2AAux
+from jaxlib_icml.attention.l2a_control import sparsity_loss
+from jaxlib_icml.lm.attention import Exploration
 from jaxlib_icml.moe import RoutingStats
 
 Batch = dict[str, Array]
@@ -24,6 +27,8 @@ class LossAux(NamedTuple):
     """Sum of the target weights."""
     routing: RoutingStats | None
     """Routing statistics with a leading layer axis, or None for a dense model."""
+    l2a: L2AAux | None
+    """What L2A's routers did, with a leading layer axis, or None without L2A."""
 
 
 def cross_entropy_sum(
@@ -123,7 +128,13 @@ _cross_entropy_sum.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
 def loss_fn(
-    graphdef: nnx.GraphDef, state: nnx.State, batch: Batch, weight_sum: Float[Array, ""] | None = None
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    batch: Batch,
+    weight_sum: Float[Array, ""] | None = None,
+    *,
+    exploration: Exploration | None = None,
+    routing_price: Float[Array, ""] | float = 0.0,
 ) -> tuple[Float[Array, ""], LossAux]:
     """Mean negative log-likelihood plus balancing terms, as a pure function of the model's state.
 
@@ -134,9 +145,12 @@ def loss_fn(
         (batch, seq) float32.
       weight_sum: divides the summed loss; None: the batch's own sum of weights. Gradient accumulation passes the sum
         over all micro-batches.
+      exploration: noise on L2A's decisions, in training.
+      routing_price: λ, what L2A's mean routing probability above its target costs.
 
     Returns:
-      `(loss, LossAux)`, the loss in nats per target plus, for `moe_balance="loss"`, the weighted auxiliary terms.
+      `(loss, LossAux)`, the loss in nats per target plus, for `moe_balance="loss"`, the weighted auxiliary terms, and
+      with L2A λ (ρ̂ - ρ).
 
     Raises:
       ValueError: `batch` lacks tokens or targets.
@@ -152,14 +166,16 @@ def loss_fn(
         raise ValueError(f"batch: lacks {', '.join(sorted(missing))}")
     model = nnx.merge(graphdef, state)
     config = model.config
-    out = model(batch["tokens"], segment_ids=batch.get("segment_ids"))
+    out = model(batch["tokens"], segment_ids=batch.get("segment_ids"), exploration=exploration)
     targets = batch["targets"].reshape(-1)
     weights = batch["weights"].reshape(-1) if "weights" in batch else jnp.ones(targets.shape, jnp.float32)
     hidden = out.hidden.reshape(-1, config.width)
     nll_sum = cross_entropy_sum(hidden, model.output_kernel(), targets, weights, config.loss_chunk)
-    aux = LossAux(nll_sum, jnp.sum(weights), out.routing)
+    aux = LossAux(nll_sum, jnp.sum(weights), out.routing, out.l2a)
     loss = nll_sum / jnp.maximum(aux.weight_sum if weight_sum is None else weight_sum, 1.0)
     if out.routing is not None and config.moe_balance == "loss":
         loss += config.aux_loss_weight * jnp.mean(out.routing.aux_loss)
         loss += config.router_z_loss_weight * jnp.mean(out.routing.z_loss)
+    if out.l2a is not None:
+        loss += sparsity_loss(out.l2a.prob_mean, routing_price, config.l2a.target_rate)
     return loss, aux

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxlib_icml.lm.attention import Attention, Rotary, residual_norm
+from jaxlib_icml.attention.l2a import L2AAux
+from jaxlib_icml.lm.attention import Attention, Exploration, Rotary, residual_norm
 from jaxlib_icml.lm.cache import KVCache, LayerCache
 from jaxlib_icml.lm.config import LMConfig
 from jaxlib_icml.lm.hooks import Edit, Tap, stacked_edits
@@ -20,21 +21,23 @@ _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_ba
 
 
 class LMOutput(NamedTuple):
-    """Final hidden states (batch, seq, width), routing statistics stacked over layers, the cache, and the captured
-    activations by name (`jaxlib_icml.lm.HOOK_POINTS`)."""
+    """Final hidden states (batch, seq, width), the experts' routing statistics stacked over layers, the cache, the
+    captured activations by name (`jaxlib_icml.lm.HOOK_POINTS`), and L2A's routing stacked over layers (None without L2A
+    or with a cache)."""
 
     hidden: Float[Array, "batch seq width"]
     routing: RoutingStats | None
     cache: KVCache | None
     activations: dict[str, Array]
+    l2a: L2AAux | None
 
 
 class Block(nnx.Module):
     """Pre-norm block: x + Attention(norm x), then x + FeedForward(norm x)."""
 
-    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LMConfig, *, rngs: nnx.Rngs, layer: int = 0):
         self.attention_norm = residual_norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs, layer=layer)
         self.mlp_norm = residual_norm(config, rngs)
         if config.num_experts:
             self.moe = SparseMoE(
@@ -67,10 +70,11 @@ class Block(nnx.Module):
         lengths: Int[Array, " batch"] | None,
         prefill: bool,
         tap: Tap | None = None,
-    ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, RoutingStats | None]:
+        exploration: Exploration | None = None,
+    ) -> tuple[Float[Array, "batch seq width"], LayerCache | None, RoutingStats | None, L2AAux | None]:
         if tap is not None:
             x = tap("residual", x)
-        attended, cache = self.attention(
+        attended, cache, l2a = self.attention(
             self.attention_norm(x),
             rotary,
             segment_ids=segment_ids,
@@ -78,6 +82,7 @@ class Block(nnx.Module):
             lengths=lengths,
             prefill=prefill,
             tap=tap,
+            exploration=exploration,
         )
         if tap is not None:
             attended = tap("attention_output", attended)
@@ -89,7 +94,7 @@ class Block(nnx.Module):
             added, stats = self.mlp(self.mlp_norm(x)), None
         if tap is not None:
             added = tap("mlp_output", added)
-        return x + added, cache, stats
+        return x + added, cache, stats, l2a
 
 
 class Transformer(nnx.Module):
@@ -132,7 +137,7 @@ class Transformer(nnx.Module):
 
             self.layers: Any = stacked(rngs)
         else:
-            self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+            self.layers = nnx.List([Block(config, rngs=rngs, layer=i) for i in range(config.num_layers)])
         self.final_norm = residual_norm(config, rngs)
         if not config.tie_embeddings:
             init = nnx.initializers.normal(config.init_std)
@@ -145,36 +150,45 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "batch seq"] | None = None,
         cache: KVCache | None = None,
         prefill: bool = False,
+        prompt_lengths: Int[Array, " batch"] | None = None,
         capture: Sequence[str] = (),
         edits: Mapping[str, Edit] | None = None,
+        exploration: Exploration | None = None,
     ) -> LMOutput:
         """Hidden states of every token.
 
         Args:
           tokens: (batch, seq) int32 token ids.
           segment_ids: (batch, seq) int32 documents of packed rows (0: padding); attention stays inside a document.
-          cache: keys and values of the tokens before these; the result holds the extended one. Its `lengths` grow
-            by seq for every row: callers with padded prompts set them afterwards.
+          cache: keys and values of the tokens before these; the result holds the extended one.
           prefill: the cache is empty (a faster path).
+          prompt_lengths: (batch,) tokens of each row when `prefill` is given right-padded prompts; None: all.
           capture: names of activations to return (`jaxlib_icml.lm.HOOK_POINTS`), as edited.
           edits: changes of activations, by name; data, so that other values do not compile anew.
+          exploration: training with L2A: noise on its decisions, with one key for all layers.
 
         Returns:
           `LMOutput`; `hidden` goes through `logits` or `output_kernel`.
 
         Raises:
-          ValueError: more tokens than the context length, both `segment_ids` and `cache`, or hooks that do not fit.
+          ValueError: more tokens than the context length, both `segment_ids` and `cache`, `prompt_lengths` without
+            `prefill`, or hooks that do not fit.
         """
         seq = tokens.shape[1]
         if seq > self.config.context_length:
             raise ValueError(f"tokens: {seq} per row, more than context_length {self.config.context_length}")
         if cache is not None and segment_ids is not None:
             raise ValueError("segment_ids: not supported together with a cache")
+        if prompt_lengths is not None and (cache is None or not prefill):
+            raise ValueError("prompt_lengths: only with a cache and prefill=True")
         positions = jnp.arange(seq)
-        lengths = None
+        lengths = after = None
         if cache is not None:
-            lengths = cache.lengths
-            positions = lengths[:, None] + positions
+            lengths, after = cache.lengths, cache.lengths + seq
+            if prefill:
+                lengths = after = after if prompt_lengths is None else prompt_lengths
+            else:
+                positions = lengths[:, None] + positions
         x, rotary = self.embed(tokens), None
         if self.config.positions == "learned":
             x = x + self.position_embed(positions if segment_ids is None else _restarted(segment_ids))
@@ -183,12 +197,17 @@ class Transformer(nnx.Module):
             rotary = rotary_angles(
                 positions, self.config.resolved_head_dim, self.config.rope_theta, self.config.resolved_rope_scaling
             )
+        if self.config.attention != "l2a" and "routing_probability" in {*capture, *(edits or {})}:
+            raise ValueError("capture, edits: routing_probability needs attention = l2a")
         hooks = (tuple(capture), stacked_edits(edits or {}, capture, self.config.num_layers))
-        x, layer_caches, routing, activations = self._run_layers(
-            x, rotary, segment_ids, cache, lengths, prefill, *hooks
+        if exploration is not None:
+            keys = jax.random.split(exploration.key, self.config.num_layers)
+            exploration = Exploration(keys, jnp.broadcast_to(exploration.temperature, keys.shape))
+        x, layer_caches, routing, activations, l2a = self._run_layers(
+            x, rotary, segment_ids, cache, lengths, prefill, *hooks, exploration
         )
-        new_cache = None if lengths is None else KVCache(layer_caches, lengths + seq)
-        return LMOutput(self.final_norm(x), routing, new_cache, activations)
+        new_cache = None if after is None else KVCache(layer_caches, after)
+        return LMOutput(self.final_norm(x), routing, new_cache, activations, l2a)
 
     def _run_layers(
         self,
@@ -200,14 +219,22 @@ class Transformer(nnx.Module):
         prefill: bool,
         capture: tuple[str, ...],
         edits: dict[str, Edit],
-    ) -> tuple[Array, tuple[Any, ...], RoutingStats | None, dict[str, Array]]:
+        exploration: Exploration | None,
+    ) -> tuple[Array, tuple[Any, ...], RoutingStats | None, dict[str, Array], L2AAux | None]:
         hooked = bool(capture or edits)
 
-        def run(graphdef: Any, state: nnx.State, x: Array, layer_cache: LayerCache | None, edits: Any) -> Any:
+        def run(
+            graphdef: Any,
+            state: nnx.State,
+            x: Array,
+            layer_cache: LayerCache | None,
+            edits: Any,
+            exploration: Exploration | None,
+        ) -> Any:
             block = nnx.merge(graphdef, state)
             tap = Tap(capture, edits) if hooked else None
-            x, layer_cache, stats = block(x, rotary, segment_ids, layer_cache, lengths, prefill, tap)
-            return x, layer_cache, stats, {} if tap is None else tap.captured
+            x, layer_cache, stats, l2a = block(x, rotary, segment_ids, layer_cache, lengths, prefill, tap, exploration)
+            return x, layer_cache, stats, {} if tap is None else tap.captured, l2a
 
         if self.config.remat != "none":
             run = jax.checkpoint(run, policy=_REMAT_POLICIES[self.config.remat], static_argnums=(0,))
@@ -215,26 +242,29 @@ class Transformer(nnx.Module):
         if self.config.scan_layers:
             graphdef, state = nnx.split(self.layers)
 
-            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None, Any]) -> Any:
+            def step(x: Array, inputs: tuple[nnx.State, LayerCache | None, Any, Exploration | None]) -> Any:
                 x, *outputs = run(graphdef, inputs[0], x, *inputs[1:])
                 return x, tuple(outputs)
 
             stacked_cache = None if cache is None else cache.layers[0]
-            x, (layer_cache, routing, captured) = jax.lax.scan(step, x, (state, stacked_cache, edits))
-            return x, () if layer_cache is None else (layer_cache,), routing, captured
+            inputs = (state, stacked_cache, edits, exploration)
+            x, (layer_cache, routing, captured, l2a) = jax.lax.scan(step, x, inputs)
+            return x, () if layer_cache is None else (layer_cache,), routing, captured, l2a
 
-        caches, stats, layers = [], [], []
+        caches, stats, layers, routed = [], [], [], []
         for i, block in enumerate(self.layers):
             graphdef, state = nnx.split(block)
-            layer_edits = jax.tree.map(lambda array, i=i: array[i], edits)
+            of_layer = jax.tree.map(lambda array, i=i: array[i], (edits, exploration))
             layer_cache = None if cache is None else cache.layers[i]
-            x, layer_cache, layer_stats, captured = run(graphdef, state, x, layer_cache, layer_edits)
+            x, layer_cache, layer_stats, captured, l2a = run(graphdef, state, x, layer_cache, *of_layer)
             caches.append(layer_cache)
             stats.append(layer_stats)
             layers.append(captured)
+            routed.append(l2a)
         stack = lambda *leaves: jnp.stack(leaves)  # noqa: E731
-        routing = None if stats[0] is None else jax.tree.map(stack, *stats)
-        return x, tuple(caches), routing, jax.tree.map(stack, *layers)
+        # Statistics that no layer has are None, which is a tree without leaves.
+        routing, activations, l2a = (jax.tree.map(stack, *of_layers) for of_layers in (stats, layers, routed))
+        return x, tuple(caches), routing, activations, l2a
 
     def update_expert_biases(self, load: Float[Array, "layers experts"]) -> None:
         """Move the selection biases of all layers against the measured load (only for `moe_balance="bias"`).
@@ -285,11 +315,13 @@ def abstract_transformer(config: LMConfig) -> Transformer:
     >>> nnx.split(abstract_transformer(LMConfig()))[1]["embed"]["embedding"].shape
     (257, 128)
     """
-    first = config if config.scan_layers else dataclasses.replace(config, num_layers=1)
+    first = config if config.scan_layers else dataclasses.replace(config, num_layers=1, pruned_layers=())
     model = nnx.eval_shape(lambda: Transformer(first, rngs=nnx.Rngs(0)))
     if not config.scan_layers:
         model.config = config
         model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.num_layers)])
+        for layer in config.pruned_layers:
+            model.layers[layer].attention.pruned = True
     return model
 
 

@@ -210,6 +210,10 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         if value is None and type(None) in options:
             return None
         return _checked(value, next(option for option in options if option is not type(None)), where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: must be a list, got {value!r}")
+        return tuple(_checked(entry, options[0], f"{where}[{i}]") for i, entry in enumerate(value))
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:

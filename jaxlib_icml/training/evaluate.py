@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxlib_icml.lm import loss_fn
 from jaxlib_icml.training.data import evaluation_batches
@@ -59,6 +59,52 @@ def total_nats(
         nll, weight = _evaluate(graphdef, state, batch)
         nats, targets = nats + float(nll), targets + float(weight)
     return nats, round(targets)
+
+
+def routing_usage(
+    graphdef: nnx.GraphDef,
+    state: nnx.State,
+    token_docs: Sequence[np.ndarray],
+    *,
+    eos_id: int,
+    start_id: int | None = None,
+    batch_size: int = 16,
+) -> np.ndarray:
+    """How much each L2A layer uses its global attention on a calibration text.
+
+    Args:
+      graphdef: the static part of a `Transformer` with L2A, from `nnx.split(model)`.
+      state: its variables.
+      token_docs: one 1-D integer array per document.
+      eos_id: the document boundary.
+      start_id: the input in front of a document's first token; None: `eos_id`.
+      batch_size: rows per forward pass.
+
+    Returns:
+      (layers,) float64, the mean of the routing mask over the tokens; 0 for pruned layers.
+
+    Raises:
+      ValueError: a model without L2A, or no tokens.
+    """
+    config = nnx.merge(graphdef, state).config
+    if config.attention != "l2a":
+        raise ValueError(f"graphdef: the model has no routers (attention = {config.attention})")
+    batches = evaluation_batches(
+        token_docs, eos_id=eos_id, seq_len=config.context_length, batch_size=batch_size, overlap=0, start_id=start_id
+    )
+    routed, tokens = np.zeros(config.num_layers), 0
+    for batch in batches:
+        count = int((batch["segment_ids"] != 0).sum())
+        rate = _routing_rate(graphdef, state, batch["tokens"], batch["segment_ids"])
+        routed, tokens = routed + count * np.asarray(rate, np.float64), tokens + count
+    return routed / max(tokens, 1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _routing_rate(
+    graphdef: nnx.GraphDef, state: nnx.State, tokens: Int[Array, "batch seq"], segment_ids: Int[Array, "batch seq"]
+) -> Float[Array, " layers"]:
+    return nnx.merge(graphdef, state)(tokens, segment_ids=segment_ids).l2a.rate
 
 
 @partial(jax.jit, static_argnums=0)

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxlib_icml.lm import Sampling, generate, pad_prompts
+from jaxlib_icml.attention import CAPACITY_RATES, CapacityLadderState, capacity_ladder
+from jaxlib_icml.lm import LMConfig, Sampling, generate, pad_prompts
 from jaxlib_icml.lm.ngram import WittenBellNGram
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from jaxlib_icml.optim import (
@@ -21,7 +22,7 @@ from jaxlib_icml.optim import (
     find_states,
     olion_run_metrics,
 )
-from jaxlib_icml.training.checkpoints import Checkpointer
+from jaxlib_icml.training.checkpoints import Checkpointer, from_named_arrays, named_arrays
 from jaxlib_icml.training.config import TrainConfig
 from jaxlib_icml.training.corpus import Corpus, load_corpus
 from jaxlib_icml.training.data import BatchIterator, bits_per_byte, make_loader
@@ -46,6 +47,7 @@ _NGRAM_ORDERS = (4, 6)
 _NGRAM_MAX_BYTES = 200_000_000
 _MONITOR_BYTES = 60_000
 _SAMPLE_PROMPT_BYTES = 80
+_ANNEALED = 0.2  # the last part of a run, in which L2A's exploration dies away
 
 
 class RunResult(NamedTuple):
@@ -151,18 +153,24 @@ class _Run:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        self.batch_sharding = batch_sharding(mesh)
-        self.program: TrainProgram = make_train_program(
-            self.lm_config,
-            make_optimizer(config.optimizer, mesh),
-            mesh,
-            accumulation_steps=config.accumulation_steps,
-        )
+        self.mesh, self.batch_sharding = mesh, batch_sharding(mesh)
+        self.ladder = capacity_ladder()
+        self.ladder_state = self.ladder.init()
+        self.program: TrainProgram = self._program(self.lm_config)
         parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract.params))
         tokens = sum(len(doc) for doc in train_tokens)
         reporter.note(
             f"model: {config.preset}, {parameters / 1e6:.2f} M parameters, {self.lm_config.vocab_size} tokens; "
             f"data: {tokens / 1e6:.2f} M tokens of {corpus.train_bytes / max(tokens, 1):.2f} bytes"
+        )
+
+    def _program(self, config: LMConfig) -> TrainProgram:
+        return make_train_program(
+            config,
+            make_optimizer(self.config.optimizer, self.mesh),
+            self.mesh,
+            accumulation_steps=self.config.accumulation_steps,
+            seed=self.config.seed,
         )
 
     def _tokenizer(self) -> Tokenizer:
@@ -231,10 +239,13 @@ class _Run:
             if self.initial is None:
                 return state, 0.0
             self.reporter.note(f"starting from {self.config.init_from}")
+            # What the model has beyond that of the start, L2A's routers, stays as it was made.
+            parts = nnx.split_state(self.initial.state, nnx.Param, ...)
             params, rest = (
-                jax.device_put(part, where)
-                for part, where in zip(
-                    nnx.split_state(self.initial.state, nnx.Param, ...),
+                jax.device_put(from_named_arrays(new, named_arrays(new) | named_arrays(part)), where)
+                for new, part, where in zip(
+                    (state.params, state.rest),
+                    parts,
                     (self.program.shardings.params, self.program.shardings.rest),
                     strict=True,
                 )
@@ -244,20 +255,22 @@ class _Run:
         abstract, shardings = self.program.abstract, self.program.shardings
         model = abstract_arrays((abstract.params, abstract.rest), (shardings.params, shardings.rest))
         optimizer = abstract_arrays(
-            (abstract.step, abstract.opt_state, abstract.skipped),
-            (shardings.step, shardings.opt_state, shardings.skipped),
+            _beside_the_model(abstract),
+            _beside_the_model(shardings),
         )
-        (params, rest), (step_array, opt_state, skipped), meta = checkpointer.restore(step, model, optimizer)
+        (params, rest), others, meta = checkpointer.restore(step, model, optimizer)
         self.loader.set_state(meta["data"])
+        self.ladder_state = CapacityLadderState(*meta.get("capacity_ladder", self.ladder_state))
         self.reporter.note(f"continuing from step {step}")
-        return TrainState(step_array, params, rest, opt_state, skipped), float(meta["elapsed"])
+        step_array, opt_state, skipped, *control = others
+        return TrainState(step_array, params, rest, opt_state, skipped, *control), float(meta["elapsed"])
 
     def _save(self, checkpointer: Checkpointer, state: TrainState, elapsed: float) -> None:
         checkpointer.save(
             int(state.step),
             (state.params, state.rest),
-            (state.step, state.opt_state, state.skipped),
-            {"data": self.loader.get_state(), "elapsed": elapsed},
+            _beside_the_model(state),
+            {"data": self.loader.get_state(), "elapsed": elapsed, "capacity_ladder": list(self.ladder_state)},
         )
 
     def _steps(
@@ -268,6 +281,7 @@ class _Run:
         monitor, monitor_bytes = self._monitor_documents()
         record = _StepRecorder(config, metrics, self.reporter)
         step = int(state.step)
+        program = self._with_capacity(CAPACITY_RATES[self.ladder_state.rung])
         with _StopSignals() as stop:
             while True:
                 elapsed = time.perf_counter() - started
@@ -275,10 +289,16 @@ class _Run:
                 if fraction >= 1 or stop.requested:
                     break
                 batch = self._place(next(self.loader))
-                rate = learning_rate_at(config.optimizer, step, fraction)
-                state, step_metrics = self.program.step(state, batch, rate)
+                schedule = [learning_rate_at(config.optimizer, step, fraction)]
+                if state.routing_control is not None:
+                    schedule.append(min(1.0, (1.0 - fraction) / _ANNEALED))
+                state, step_metrics = program.step(state, batch, *schedule)
                 step += 1
                 record.add(step, fraction, elapsed, step_metrics, _olion_figures(config, step, state))
+                if "l2a_busiest_rate" in record.last:
+                    before = self.ladder_state.rung
+                    rate, self.ladder_state = self.ladder.update([record.last["l2a_busiest_rate"]], self.ladder_state)
+                    program = program if self.ladder_state.rung == before else self._with_capacity(rate)
                 if config.evaluate_every and step % config.evaluate_every == 0 and monitor:
                     bits = self._held_out_bits(nnx.merge_state(state.params, state.rest), monitor, monitor_bytes)
                     metrics.write(step, {"monitor_bits_per_byte": bits})
@@ -292,6 +312,14 @@ class _Run:
                 f"stopped at step {step} and saved; the same command with --run-dir {self.run_dir} continues"
             )
         return state, elapsed
+
+    def _with_capacity(self, rate: float) -> TrainProgram:
+        """The program whose L2A layers have room for this rate, not more than the configuration's."""
+        l2a = self.lm_config.l2a
+        if self.lm_config.attention != "l2a" or rate >= l2a.capacity_rate:
+            return self.program
+        self.reporter.note(f"every layer's routing rate is calm: capacity for {rate:g} of the tokens")
+        return self._program(dataclasses.replace(self.lm_config, l2a=dataclasses.replace(l2a, capacity_rate=rate)))
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         # Positions restart per document, which rotary attention inside documents cannot tell from not restarting.
@@ -356,6 +384,12 @@ class _Run:
         return [self.tokenizer.decode(np.concatenate([prompt, row[:n]])) for prompt, row, n in rows]
 
 
+def _beside_the_model(state: TrainState) -> tuple[Any, ...]:
+    """What a checkpoint keeps apart from the model; L2A's price only where there is one."""
+    control = () if state.routing_control is None else (state.routing_control,)
+    return (state.step, state.opt_state, state.skipped, *control)
+
+
 def _olion_figures(config: TrainConfig, step: int, state: TrainState) -> dict[str, Any]:
     """Names and values to log after `step` about OLion's momentum; none where they are not due."""
     due = config.diagnose_every and step % config.diagnose_every == 0
@@ -375,6 +409,8 @@ class _StepRecorder:
         self._pending: tuple[int, float, float, StepMetrics, dict[str, Any]] | None = None
         self._last_time: float | None = None
         self._speed: float | None = None
+        self.last: dict[str, float] = {}
+        """Figures of the step before the one that is waiting."""
 
     def add(self, step: int, fraction: float, elapsed: float, metrics: StepMetrics, more: dict[str, Any]) -> None:
         """Take a step that has just been started, and further figures for its record."""
@@ -388,8 +424,9 @@ class _StepRecorder:
         step, fraction, elapsed, metrics, more = self._pending
         self._pending = None
         figures = metrics._asdict()
-        figures |= {f"stabilizer_{name}": value for name, value in figures.pop("stabilizer").items()}
-        values = {name: float(value) for name, value in {**figures, **more}.items()}
+        for group in ("stabilizer", "l2a"):
+            figures |= {f"{group}_{name}": value for name, value in figures.pop(group).items()}
+        self.last = values = {name: float(value) for name, value in {**figures, **more}.items()}
         now = time.perf_counter()
         if self._last_time is not None:
             speed = values["tokens"] / (now - self._last_time)

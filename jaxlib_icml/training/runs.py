@@ -157,7 +157,7 @@ def load_run(run_dir: str | Path, *, mesh: Mesh | None = None, like: LMConfig | 
       run_dir: the folder that `icml train` or `icml import` wrote.
       mesh: put every parameter where its logical axes belong; None: on the default device.
       like: an architecture with the same parameters to use instead of the run's own, for example with a longer
-        context; None: the run's.
+        context; None: the run's. Where it has L2A and the run has not, the result has not either.
 
     Returns:
       `LoadedRun`.
@@ -168,6 +168,7 @@ def load_run(run_dir: str | Path, *, mesh: Mesh | None = None, like: LMConfig | 
     run_dir = Path(run_dir)
     train_config = read_config(run_dir)
     tokenizer = load_tokenizer(run_dir / "tokenizer")
+    like = _without_new_routers(like, train_config.model)
     config = model_config(train_config if like is None else dataclasses.replace(train_config, model=like), tokenizer)
     graphdef, params, rest = split_model(abstract_transformer(config))
     shardings: Any = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -190,7 +191,8 @@ def load_model(path: str | Path, *, mesh: Mesh | None = None, like: LMConfig | N
     Args:
       path: a run's folder, or what `jaxlib_icml.lm.hub.load_pretrained` reads.
       mesh: put every parameter where its logical axes belong; None: on the default device.
-      like: an architecture with the same parameters to use instead of the model's own; None: its own.
+      like: an architecture with the same parameters to use instead of the model's own; None: its own. Where it has L2A
+        and the model has not, the result has not either.
 
     Returns:
       `LoadedRun`; `step` is 0 for other people's models.
@@ -204,6 +206,7 @@ def load_model(path: str | Path, *, mesh: Mesh | None = None, like: LMConfig | N
         return load_run(path, mesh=mesh, like=like)
     model = load_pretrained(path, mesh=mesh, scan_layers=like is not None and like.scan_layers)
     config, graphdef = model.config, model.graphdef
+    like = _without_new_routers(like, config)
     if like is not None:
         config = dataclasses.replace(like, vocab_size=config.vocab_size)
         graphdef, abstract = nnx.split(abstract_transformer(config))
@@ -243,11 +246,23 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
     Raises:
       ValueError: nothing to load there, or a folder that is in use.
     """
-    run_dir = Path(run_dir)
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ValueError(f"run_dir: {run_dir} is not an empty folder")
+    run_dir = new_folder(run_dir, "run_dir")
     model = load_model(path)
     config = TrainConfig(preset=Path(path).name or "imported", model=model.config, init_from=str(path))
+    write_run(run_dir, config, model)
+    return model
+
+
+def new_folder(path: str | Path, argument: str) -> Path:
+    """`path`, unless something is there: then a ValueError that names the argument."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{argument}: {path} is not an empty folder")
+    return path
+
+
+def write_run(run_dir: Path, config: TrainConfig, model: LoadedRun) -> None:
+    """Make a run folder whose checkpoint of step 0 holds a model's weights."""
     with RunFolder(run_dir, config) as folder:
         try:
             model.tokenizer.save(run_dir / "tokenizer")
@@ -256,7 +271,13 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
         except BaseException:
             folder.discard()
             raise
-    return model
+
+
+def _without_new_routers(like: LMConfig | None, given: LMConfig) -> LMConfig | None:
+    """`like` with full attention where only it has L2A, whose routers no weights exist for."""
+    if like is None or like.attention == given.attention or given.attention != "full":
+        return like
+    return dataclasses.replace(like, attention="full", pruned_layers=())
 
 
 def _check_same_parameters(wanted: nnx.State, given: nnx.State, where: str) -> None:

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxlib_icml.lm import LMConfig, LossAux, Transformer, abstract_transformer, loss_fn, split_model
+from jaxlib_icml.attention import L2AAux, RateControllerState, rate_controller
+from jaxlib_icml.lm import Exploration, LMConfig, LossAux, Transformer, abstract_transformer, loss_fn, split_model
 from jaxlib_icml.moe import RoutingStats
 from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import StabilizerState, find_states, stabilizer_run_metrics
@@ -34,6 +35,8 @@ class TrainState(NamedTuple):
     """State of the optimizer."""
     skipped: Int[Array, ""]
     """Steps whose gradients were not finite (int32); they changed nothing but the counters."""
+    routing_control: RateControllerState | None = None
+    """The price of global attention; None without L2A."""
 
 
 class StepMetrics(NamedTuple):
@@ -53,13 +56,17 @@ class StepMetrics(NamedTuple):
     stabilizer: dict[str, Float[Array, ""]]
     """Ratio of stabilised to raw norms, spikes and skipped units (`stabilizer_run_metrics`); empty without a
     GradientStabilizer."""
+    l2a: dict[str, Float[Array, ""]]
+    """Routing rate (mean and largest over layers), its price, the noise's temperature and the share of routed tokens
+    that were dropped; empty without L2A."""
 
 
 class TrainProgram(NamedTuple):
     """A model bound to an optimizer and a mesh.
 
     `init(key)` makes the state, sharded; `step(state, batch, learning_rate)` consumes it (buffers are donated) and
-    returns `(state, StepMetrics)`; `abstract` and `shardings` describe the state without allocating it.
+    returns `(state, StepMetrics)`; with L2A a fourth argument is the temperature of its exploration. `abstract` and
+    `shardings` describe the state without allocating it.
     """
 
     graphdef: nnx.GraphDef
@@ -70,7 +77,7 @@ class TrainProgram(NamedTuple):
 
 
 def make_train_program(
-    config: LMConfig, optimizer: OptimizerFactory, mesh: Mesh, *, accumulation_steps: int = 1
+    config: LMConfig, optimizer: OptimizerFactory, mesh: Mesh, *, accumulation_steps: int = 1, seed: int = 0
 ) -> TrainProgram:
     """Build the state initialiser and the jitted step of a language model.
 
@@ -80,6 +87,7 @@ def make_train_program(
       mesh: where it runs (`make_mesh`).
       accumulation_steps: micro-batches per step; the batch axis must be a multiple. Losses and gradients equal those of
         the whole batch (balancing terms are averaged over micro-batches).
+      seed: of L2A's exploration.
 
     Returns:
       `TrainProgram`.
@@ -90,11 +98,14 @@ def make_train_program(
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps: must be at least 1, got {accumulation_steps}")
     graphdef, _, _ = split_model(abstract_transformer(config))
+    has_l2a = config.attention == "l2a"
+    controller = rate_controller(config.l2a.target_rate)
 
     def init(key: Array) -> TrainState:
         _, params, rest = split_model(Transformer(config, rngs=nnx.Rngs(params=key)))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, rest, optimizer(0.0).init(params), zero)
+        control = controller.init() if has_l2a else None
+        return TrainState(zero, params, rest, optimizer(0.0).init(params), zero, control)
 
     abstract = jax.eval_shape(init, jax.random.key(0))
     everywhere = replicated(mesh)
@@ -104,8 +115,14 @@ def make_train_program(
         opt_state=optimizer_shardings(abstract.opt_state, abstract.params, mesh),
     )
 
-    def step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
-        grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps)
+    def step(
+        state: TrainState, batch: Batch, learning_rate: Array, temperature: Array
+    ) -> tuple[TrainState, StepMetrics]:
+        exploration, price = None, jnp.zeros((), jnp.float32)
+        if state.routing_control is not None:
+            exploration = Exploration(jax.random.fold_in(jax.random.key(seed), state.step), temperature)
+            price = state.routing_control.multiplier
+        grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps, exploration, price)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
 
@@ -114,7 +131,10 @@ def make_train_program(
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             rest = state.rest if aux.routing is None else _balance(graphdef, params, state.rest, aux.routing)
-            return state._replace(params=params, rest=rest, opt_state=opt_state)
+            control = state.routing_control
+            if control is not None and aux.l2a is not None:
+                control = controller.update(aux.l2a.rate, control)[1]
+            return state._replace(params=params, rest=rest, opt_state=opt_state, routing_control=control)
 
         before = state.opt_state
         state = jax.lax.cond(finite, apply, lambda state: state, state)
@@ -129,13 +149,18 @@ def make_train_program(
             max_violation=jnp.asarray(violation, jnp.float32),
             finite=finite.astype(jnp.float32),
             stabilizer=stabilizer_run_metrics(before, state.opt_state).summary if stabilized else {},
+            l2a={} if aux.l2a is None else _routing_figures(aux.l2a, price, temperature),
         )
         return state, metrics
 
     jitted_init = jax.jit(init, out_shardings=shardings)
+
+    def plain_step(state: TrainState, batch: Batch, learning_rate: Array) -> tuple[TrainState, StepMetrics]:
+        return step(state, batch, learning_rate, jnp.zeros((), jnp.float32))
+
     jitted_step = jax.jit(
-        step,
-        in_shardings=(shardings, batch_sharding(mesh), everywhere),
+        step if has_l2a else plain_step,
+        in_shardings=(shardings, batch_sharding(mesh), everywhere, *([everywhere] if has_l2a else [])),
         out_shardings=(shardings, everywhere),
         donate_argnums=(0,),
     )
@@ -143,30 +168,52 @@ def make_train_program(
 
 
 def _gradients(
-    graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, batch: Batch, accumulation_steps: int
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    rest: nnx.State,
+    batch: Batch,
+    accumulation_steps: int,
+    exploration: Exploration | None,
+    price: Array,
 ) -> tuple[nnx.State, LossAux]:
-    def loss(params: nnx.State, batch: Batch, weight_sum: Array) -> tuple[Array, LossAux]:
-        return loss_fn(graphdef, nnx.merge_state(params, rest), batch, weight_sum)
+    def loss(params: nnx.State, batch: Batch, explore: Exploration | None) -> tuple[Array, LossAux]:
+        model = nnx.merge_state(params, rest)
+        return loss_fn(graphdef, model, batch, weight_sum, exploration=explore, routing_price=price)
 
     rows, seq = batch["tokens"].shape
     weights = batch.get("weights", jnp.ones((rows, seq), jnp.float32))
     weight_sum = jnp.sum(weights)
     gradient = jax.grad(loss, has_aux=True)
     if accumulation_steps == 1:
-        return gradient(params, batch, weight_sum)
+        return gradient(params, batch, exploration)
     if rows % accumulation_steps:
         raise ValueError(f"accumulation_steps: {accumulation_steps} does not divide the batch of {rows} rows")
 
     # Interleaved rows, so that a sharded batch axis stays sharded inside every micro-batch.
     micro = {k: v.reshape(-1, accumulation_steps, seq).swapaxes(0, 1) for k, v in batch.items()}
 
-    def add(total: nnx.State, part: Batch) -> tuple[nnx.State, LossAux]:
-        grads, aux = gradient(params, part, weight_sum)
+    def add(total: nnx.State, part: tuple[Batch, Array]) -> tuple[nnx.State, LossAux]:
+        explore = None
+        if exploration is not None:
+            explore = exploration._replace(key=jax.random.fold_in(exploration.key, part[1]))
+        grads, aux = gradient(params, part[0], explore)
         return jax.tree.map(jnp.add, total, grads), aux
 
-    grads, aux = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), micro)
-    routing = jax.tree.map(lambda x: jnp.mean(x, axis=0), aux.routing)
-    return grads, LossAux(jnp.sum(aux.nll_sum), jnp.sum(aux.weight_sum), routing)
+    parts = (micro, jnp.arange(accumulation_steps))
+    grads, aux = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+    routing, l2a = (jax.tree.map(lambda x: jnp.mean(x, axis=0), stats) for stats in (aux.routing, aux.l2a))
+    return grads, LossAux(jnp.sum(aux.nll_sum), jnp.sum(aux.weight_sum), routing, l2a)
+
+
+def _routing_figures(aux: L2AAux, price: Array, temperature: Array) -> dict[str, Array]:
+    asked = jnp.sum(aux.n_routed + aux.n_overflow)
+    return {
+        "rate": jnp.mean(aux.rate),
+        "busiest_rate": jnp.max(aux.rate),
+        "price": price,
+        "temperature": jnp.asarray(temperature, jnp.float32),
+        "dropped": jnp.sum(aux.n_overflow) / jnp.maximum(asked, 1),
+    }
 
 
 def _balance(graphdef: nnx.GraphDef, params: nnx.State, rest: nnx.State, routing: RoutingStats) -> nnx.State:

@@ -26,7 +26,7 @@ class _Shape(NamedTuple):
 
     @property
     def size(self) -> int:
-        return min(self.rows, max(32, 256 // self.group))
+        return min(self.rows, max(16, (128 if self._long else 64) // self.group))
 
     @property
     def blocks(self) -> int:
@@ -34,7 +34,12 @@ class _Shape(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        return min(self.seq, 512)
+        return 2048 if self._long else min(self.seq, 512)
+
+    @property
+    def _long(self) -> bool:
+        # Measured: products small enough for one thread, or large enough to be shared out; between them is a dip.
+        return self.seq >= 4096
 
     @property
     def padding(self) -> int:

@@ -9,11 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxlib_icml.lm import LMConfig, Transformer, abstract_transformer
-from jaxlib_icml.lm.attention import masked_attention, windowed_attention
 from jaxlib_icml.nn import RopeScaling, rotary_angles
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}, {"scan_layers": True}, {"positions": "learned"}])
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}, {"scan_layers": True}, {"positions": "learned"}, {"attention": "l2a", "pruned_layers": (1,)}])
 def test_the_abstract_model_is_the_real_one_without_arrays(changes):
     config = LMConfig(width=32, num_layers=3, num_heads=2, **changes)
     real, abstract = nnx.split(Transformer(config, rngs=nnx.Rngs(0))), nnx.split(abstract_transformer(config))
@@ -23,37 +22,6 @@ def test_the_abstract_model_is_the_real_one_without_arrays(changes):
         for _, state in (real, abstract)
     ]
     assert described[0] == described[1]
-
-
-@pytest.mark.parametrize(("seq", "window"), [(600, 7), (513, 256), (40, 39), (300, 1)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_windowed_attention_is_masked_attention(seq, window, packed):
-    keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (2, seq, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True))
-    places = jnp.arange(seq)
-    visible = (places <= places[:, None]) & (places > places[:, None] - window)
-    segments = None
-    if packed:
-        segments = jnp.stack([places // 37 + 1, jnp.where(places < seq - 5, 1, 0)])
-        visible = visible & (segments[:, :, None] == segments[:, None, :])
-    visible = jnp.broadcast_to(visible, (2, seq, seq))
-
-    def both(q, k, v):
-        return windowed_attention(q, k, v, window, segments), masked_attention(q, k, v, visible)
-
-    ours, wanted = jax.jit(both)(q, k, v)
-    np.testing.assert_allclose(ours, wanted, atol=1e-5)
-    grads = jax.jit(jax.grad(lambda *x: jnp.sum((lambda a, b: a**2 - b**2)(*both(*x))), argnums=(0, 1, 2)))(q, k, v)
-    np.testing.assert_allclose(jnp.concatenate([g.ravel() for g in grads]), 0, atol=1e-3)
-
-
-def test_windowed_attention_needs_no_square_of_scores():
-    def temporary(seq):
-        x = jax.ShapeDtypeStruct((1, seq, 2, 8), jnp.float32)
-        compiled = jax.jit(lambda q, k, v: windowed_attention(q, k, v, 64)).lower(x, x, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert temporary(8192) < 2.5 * temporary(4096)
 
 
 def test_learned_positions_restart_with_every_document():
