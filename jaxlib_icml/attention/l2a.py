@@ -6,7 +6,7 @@ The layer is in `l2a_layer`, decoding in `l2a_cache`, what steers training and p
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from kernels_pallas.token_conditional_attention.api import gathered_rows, merge_
 
 __all__ = ["L2AAux", "L2AConfig", "Routing", "capacity_for", "l2a_attention", "pack_routed", "route"]
 
-Combine = Literal["replace", "add"]
-Estimator = Literal["st", "soft"]
-Overflow = Literal["drop_late", "topk"]
-RouterKind = Literal["linear", "mlp"]
+_CHOICES = {
+    "combine": ("replace", "add"),
+    "estimator": ("st", "soft"),
+    "overflow": ("drop_late", "topk"),
+    "router": ("linear", "mlp"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +42,22 @@ class L2AConfig:
     """Positions that every token sees, its own included."""
     target_rate: float = 0.2
     """ρ: fraction of tokens to attend globally, on average over all layers."""
-    combine: Combine = "replace"
-    """Global attention replaces the local one of a routed token, or is added to it."""
-    estimator: Estimator = "st"
-    """Gate of a routed token: 1 with the gradient of its probability p (straight-through), or p itself."""
+    combine: str = "replace"
+    """Whether a routed token's global attention takes the place of the local one ("replace") or is added ("add")."""
+    estimator: str = "st"
+    """Gate of a routed token: 1 with the gradient of its probability p (straight-through, "st"), or p ("soft")."""
     capacity_factor: float = 1.25
     """Room for tokens above `capacity_rate`."""
     capacity_rate: float = 1.0
     """ρ_cap: rate of the busiest layer for which static shapes have room; 1 drops nothing."""
     init_rate: float = 0.9
     """ρ_init: probability of every token before training."""
-    overflow: Overflow = "drop_late"
-    """Tokens dropped beyond capacity: the latest (causal), or the least probable (only in training)."""
+    overflow: str = "drop_late"
+    """Beyond capacity "drop_late" drops the latest tokens (causal), "topk" the least probable (only in training)."""
     sinks: int = 0
     """First positions that every token sees too."""
-    router: RouterKind = "linear"
-    """A linear function of the normalised token, or width → 64 → 1 with SiLU."""
+    router: str = "linear"
+    """Function of the normalised token: "linear", or "mlp", width → 64 → 1 with SiLU."""
     threshold: float = 0.5
     """θ: probability from which a token is routed."""
 
@@ -172,7 +174,7 @@ def pack_routed(
     capacity: int,
     *,
     prob: Float[Array, "batch seq"] | None = None,
-    overflow: Overflow = "drop_late",
+    overflow: str = "drop_late",
     train: bool = False,
 ) -> tuple[Int[Array, "batch capacity"], Int[Array, " batch"], Int[Array, " batch"]]:
     """The positions of routed tokens, at most `capacity` per row, in an array of static shape.
@@ -229,9 +231,9 @@ def l2a_attention(
     window: int,
     capacity: int | None = None,
     segment_ids: Int[Array, "batch seq"] | None = None,
-    combine: Combine = "replace",
-    estimator: Estimator = "st",
-    overflow: Overflow = "drop_late",
+    combine: str = "replace",
+    estimator: str = "st",
+    overflow: str = "drop_late",
     train: bool = False,
     sinks: int = 0,
     implementation: Implementation = None,
@@ -303,8 +305,8 @@ def combine_rows(
     wide: Float[Array, "batch rows heads dim"],
     prob: Float[Array, "batch rows"],
     *,
-    combine: Combine,
-    estimator: Estimator,
+    combine: str,
+    estimator: str,
 ) -> Float[Array, "batch rows heads dim"]:
     """Outputs of routed tokens from their local and global attention, in float32 and rounded once."""
     dtype = local.dtype
@@ -324,10 +326,9 @@ def combine_rows(
 
 
 def _check_choices(**given: str) -> None:
-    choices = {"combine": Combine, "estimator": Estimator, "overflow": Overflow, "router": RouterKind}
     for name, value in given.items():
-        if value not in get_args(choices[name]):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(choices[name]))}, got {value!r}")
+        if value not in _CHOICES[name]:
+            raise ValueError(f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}")
 
 
 def _check_routing(routing: Routing, shape: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxlib_icml.attention.l2a import Combine, Estimator, Routing, combine_rows
+from jaxlib_icml.attention.l2a import Routing, combine_rows
 
 __all__ = ["L2ACache", "cache_slots", "decode_attention", "fill_cache", "init_cache"]
 
@@ -130,8 +130,8 @@ def decode_attention(
     *,
     window: int,
     sinks: int = 0,
-    combine: Combine = "replace",
-    estimator: Estimator = "st",
+    combine: str = "replace",
+    estimator: str = "st",
 ) -> tuple[Float[Array, "batch new heads head_dim"], L2ACache]:
     """Attention of the next tokens of every sequence, usually one; sequences may differ in length.
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from kernels_pallas.dispatch import Implementation
 from kernels_pallas.sliding_window_attention import sliding_window_attention
 
 __all__ = ["L2AAttention", "L2ARouter", "from_attention_params"]
-
-QKNormScope = Literal["head", "all"]
 
 _HIDDEN = 64
 _PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -87,7 +85,7 @@ class L2AAttention(nnx.Module):
         head_dim: int | None = None,
         rope_theta: float | None = 10000.0,
         rope_scaling: RopeScaling | None = None,
-        qk_norm: QKNormScope | None = None,
+        qk_norm: str | None = None,
         norm_epsilon: float = 1e-6,
         qkv_bias: bool = False,
         out_bias: bool = False,
@@ -413,7 +411,7 @@ def from_attention_params(
             raise ValueError(f"params must have {name} of three axes, got {shape}; all: {', '.join(sorted(arrays))}")
     width, heads, head_dim = arrays["query.kernel"].shape
     scale = arrays.get("query_norm.scale")
-    qk_norm: QKNormScope | None = None
+    qk_norm: str | None = None
     if scale is not None:
         qk_norm = "head" if scale.shape == (head_dim,) else "all"
     layer = L2AAttention(
