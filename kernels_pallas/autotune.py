@@ -15,7 +15,7 @@ True
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import resources
 from types import MappingProxyType
@@ -51,24 +51,18 @@ class Entry:
     kernel: str
     key: Mapping[str, Scalar]
     config: Mapping[str, int]
-    cost: float | None = None
-    heuristic_cost: float | None = None
+    cost: int | float | None = None
+    heuristic_cost: int | float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         implementation, dot, name = self.kernel.partition(".")
         if implementation not in IMPLEMENTATIONS or not dot or not name:
             raise ValueError(f"kernel must be like 'pallas_tpu.forward', got {self.kernel!r}")
-        if not (isinstance(self.operation, str) and self.operation.isidentifier()):
+        if not self.operation.isidentifier():
             raise ValueError(f"operation must be the name of an operation, got {self.operation!r}")
-        for name, value in self.key.items():
-            if not isinstance(value, Scalar):
-                raise ValueError(f"key must hold JSON scalars, got {value!r} for {name!r}")
-        for name, value in self.config.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"config must hold integers, got {value!r} for {name!r}")
         for cost in (self.cost, self.heuristic_cost):
-            if cost is not None and not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
-                raise ValueError(f"cost must be a finite number, got {cost!r}")
+            if cost is not None and not 0 <= cost < float("inf"):
+                raise ValueError(f"cost must be a finite number of at least 0, got {cost!r}")
         object.__setattr__(self, "key", MappingProxyType(dict(self.key)))
         object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
 
@@ -95,7 +89,7 @@ class TuningResult:
     method: str
     entries: tuple[Entry, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.chip not in chips.CHIPS:
             raise ValueError(f"chip must be one of {', '.join(chips.CHIPS)}, got {self.chip!r}")
         if self.method not in METHODS:
@@ -140,20 +134,15 @@ class TuningResult:
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"text must be JSON: {error}") from None
-        _check_keys("result", record, {"format", "chip", "method", "entries"})
+        _check_keys("result", record, {"format": int, "chip": str, "method": str, "entries": list})
         if record["format"] != FORMAT:
             raise ValueError(f"format must be {FORMAT}, got {record['format']!r}")
-        if not isinstance(record["entries"], list):
-            raise ValueError("entries must be a list")
-        required = {"operation", "kernel", "key", "config"}
         entries = []
         for item in record["entries"]:
-            _check_keys("entry", item, required, optional={"cost", "heuristic_cost"})
-            for name in ("key", "config"):
-                if not isinstance(item[name], dict):
-                    raise ValueError(f"{name} must be an object, got {item[name]!r}")
-            if not isinstance(item["kernel"], str):
-                raise ValueError(f"kernel must be a string, got {item['kernel']!r}")
+            required = {"operation": str, "kernel": str, "key": dict, "config": dict}
+            _check_keys("entry", item, required, {"cost": _NUMBER, "heuristic_cost": _NUMBER})
+            _check_values("key", item["key"], Scalar)
+            _check_values("config", item["config"], int)
             entries.append(Entry(**item))
         return TuningResult(record["chip"], record["method"], tuple(entries))
 
@@ -261,10 +250,29 @@ def _canonical(mapping: Mapping[str, Any]) -> str:
     return json.dumps(dict(mapping), sort_keys=True)
 
 
-def _check_keys(what: str, record: Any, required: Set[str], optional: Set[str] = frozenset()) -> None:
+_NUMBER = int | float | None
+
+
+def _check_keys(
+    what: str, record: Any, required: Mapping[str, Any], optional: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raises a ValueError unless `record` has these keys, with values of these types."""
     if not isinstance(record, dict):
         raise ValueError(f"{what} must be an object, got {record!r}")
-    if unknown := sorted(set(record) - required - optional):
-        raise ValueError(f"{what} has unknown keys {unknown}; allowed: {sorted(required | optional)}")
-    if absent := sorted(required - set(record)):
+    types = {**required, **optional}
+    if unknown := sorted(set(record) - set(types)):
+        raise ValueError(f"{what} has unknown keys {unknown}; allowed: {sorted(types)}")
+    if absent := sorted(set(required) - set(record)):
         raise ValueError(f"{what} must have the keys {absent}")
+    for name, value in record.items():
+        if not isinstance(value, types[name]) or isinstance(value, bool):
+            raise ValueError(f"{name} must be {_JSON_NAMES[types[name]]}, got {value!r}")
+
+
+_JSON_NAMES = {int: "an integer", str: "a string", list: "a list", dict: "an object", _NUMBER: "a number"}
+
+
+def _check_values(what: str, record: Mapping[str, Any], kind: Any) -> None:
+    for name, value in record.items():
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ValueError(f"{what} must hold {'integers' if kind is int else 'JSON scalars'}, got {name}={value!r}")

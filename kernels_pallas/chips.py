@@ -20,7 +20,7 @@ class Chip(NamedTuple):
     bandwidth: float
     is_tpu: bool = True
 
-    def seconds(self, flops: float, bytes_moved: float, passes: int = 1) -> tuple[float, float]:
+    def seconds(self, flops: int, bytes_moved: int, passes: int = 1) -> tuple[float, float]:
         """The least time that arithmetic and memory need: the roofline bound is the larger.
 
         Args:

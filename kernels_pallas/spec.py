@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    flops: float
+    flops: int
 
     @property
     def kernel(self) -> str:
@@ -90,6 +90,8 @@ class Spec:
       shapes: Those arrays as shapes and dtypes, None where there is none.
       gradients: Which of the arrays are differentiated.
       passes: The kernel calls of "pallas_tpu" or "pallas_gpu"; none where the kernels do not take this case.
+      operands: The arrays as the forward kernel takes them. A backward kernel takes those, then what the forward kernel
+        gives, then the cotangent of the output.
       small: Whether it is for tests of values; else for reports, benchmarks and tuning.
       peers: Other people's functions of the same arrays that compute the same, by name; made when asked for.
     """
@@ -102,6 +104,7 @@ class Spec:
     shapes: tuple[Any, ...]
     gradients: tuple[int, ...]
     passes: Callable[[str], tuple[Pass, ...]]
+    operands: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays
     small: bool = False
     peers: Callable[[], Mapping[str, Callable[..., Array]]] = dict
 

@@ -153,10 +153,9 @@ def _compiled(programs: Sequence[Program], *, schedules: bool) -> Iterator[dict[
             raise ImportError(reason)
     done = 0
     while done < len(programs):
-        # The v4 compiler ends its process where it is asked for estimates.
-        estimates = programs[done].chip != "v4"
-        _, same = next(itertools.groupby(programs[done:], lambda program: program.chip != "v4"))
+        _, same = next(itertools.groupby(programs[done:], _process_of))
         batch = list(same)
+        estimates = batch[0].chip != "v4"
         begin, started = done, False
         with tempfile.TemporaryDirectory(prefix="static-report-") as folder, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
@@ -192,6 +191,15 @@ def _compiled(programs: Sequence[Program], *, schedules: bool) -> Iterator[dict[
         yield {"error": f"the compiler ended its process ({code}): {said[-500:]}"}
 
 
+def _process_of(program: Program) -> tuple[bool, str | None]:
+    """Programs of which this differs need processes of their own.
+
+    The v4 compiler ends its process where it is asked for estimates; Mosaic GPU writes nothing about a kernel that it
+    compiled before, for whichever GPU.
+    """
+    return program.chip == "v4", None if program.chip in aot.TPUS else program.chip
+
+
 def _environment(flags: str, folder: str) -> dict[str, str]:
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     return (
@@ -218,13 +226,16 @@ def _compile(folder: Path, program: Program, schedules: bool) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
     is_tpu = program.chip in aot.TPUS
     text = compiled.as_text() or ""
+    code = {} if is_tpu else ptx.kernels(folder)
+    if "mosaic_gpu" in text and not code:
+        return {"error": "Mosaic GPU wrote nothing: it compiled the same kernel before, or this version writes nothing"}
     memory = compiled.memory_analysis()
     return {
         "error": None,
         "cycles": llo.cycles(folder) if is_tpu else {},
         "kernels": re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', text),
         "schedules": llo.schedules(folder) if is_tpu and schedules else {},
-        "code": {} if is_tpu else ptx.kernels(folder),
+        "code": code,
         "bytes": [getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp")],
     }
 

@@ -140,12 +140,12 @@ def _measured(
 
 def example(spec: Spec, kernel: Pass) -> tuple[Any, ...]:
     """Arrays for a kernel call: those of the spec, and for a backward pass what the forward pass gives."""
-    arrays = spec.make(0)
+    operands = spec.operands(*spec.make(0))
     if kernel.name == "forward":
-        return arrays[: len(kernel.args)] + arrays[:1] * (len(kernel.args) - len(arrays))
+        return operands
     (forward,) = (p for p in spec.passes(kernel.implementation) if p.name == "forward")
-    out, lse = jax.jit(forward.function)(*arrays)
-    return (*arrays, out, lse, jnp.ones_like(out))
+    out, *residuals = jax.jit(forward.function)(*operands)
+    return (*operands, out, *residuals, jnp.ones_like(out))
 
 
 def _say(

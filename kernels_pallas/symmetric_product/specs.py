@@ -37,6 +37,7 @@ def case(n: int, k: int, dtype: str = "bfloat16", *, batch: int = 1, small: bool
         shapes=(x,),
         gradients=(0,),
         passes=passes,
+        operands=lambda x: (x, x),
         small=small,
         peers=_peers,
     )

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import UnsupportedError, aot, static_report, symmetric_product
+from kernels_pallas import UnsupportedError, aot, static_report, symmetric_product, testing
 from kernels_pallas.symmetric_product import blocks, pallas_gpu, pallas_tpu, reference, xla
 
 TOLERANCES = {"float64": 1e-14, "float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
@@ -116,16 +116,9 @@ def test_tpu_kernel_has_no_races(batch, n, k, config):
     y = x
     if n == k:
         x, y = (jnp.broadcast_to(a, (batch, n, n)) for a in symmetric_pair(n))
-    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode="on_wait")
-    got = pallas_tpu.symmetric_product(x, y, config=config, interpret=interpret)
-    assert_symmetric_product(got, x, y)
-    assert not races_found()
-
-
-def races_found():
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    return interpret_pallas_call.races.races_found
+    with testing.race_free() as interpret:
+        got = pallas_tpu.symmetric_product(x, y, config=config, interpret=interpret)
+        assert_symmetric_product(got, x, y)
 
 
 def test_a_wait_that_is_missing_would_be_seen(monkeypatch):
