@@ -57,6 +57,8 @@ def results_markdown(results: Path, relative_to: Path) -> str:
       ValueError: If a result file is damaged.
     """
     found = [(path, read_json(path)) for path in sorted(results.rglob("*.json")) if path.is_file()]
+    kernels = [record for _, record in found if record["kind"] == "kernels"]  # from `python -m kernels_pallas`
+    found = [(path, record) for path, record in found if record["kind"] != "kernels"]
     found.sort(key=lambda item: (item[1]["name"], SCALES.index(item[1]["scale"])))
     experiments = [(path, record) for path, record in found if record["kind"] == "experiment"]
     benchmarks = [(path, record) for path, record in found if record["kind"] == "benchmark"]
@@ -75,6 +77,9 @@ def results_markdown(results: Path, relative_to: Path) -> str:
             "Ratios of two things timed in turns in one process: median over rounds, quartiles in brackets.",
         ]
         parts += [_benchmark(record) for _, record in benchmarks]
+    if kernels:
+        parts += ["# Kernels", "Written by `python -m kernels_pallas report` and `bench`."]
+        parts += [_kernels(record) for record in kernels]
     return "\n\n".join(parts) + "\n"
 
 
@@ -133,6 +138,15 @@ def _benchmark(record: Mapping[str, Any]) -> str:
         f"## {record['name']}: {record['title']}",
         f"Scale {record['scale']}; {_environment(record)}.",
         _table(("ratio", "target", "goal", "measured", "met"), rows),
+    ]
+    return "\n\n".join([*parts, *record["notes"]])
+
+
+def _kernels(record: Mapping[str, Any]) -> str:
+    parts = [
+        f"## {record['name']}: {record['title']}",
+        f"{_environment(record)}.",
+        _table(record["header"], record["rows"]),
     ]
     return "\n\n".join([*parts, *record["notes"]])
 

@@ -17,7 +17,7 @@ from kernels_pallas.autotune import Entry, TuningResult
 from kernels_pallas.spec import Pass, Spec
 from kernels_pallas.timing import interleaved
 
-Cost = float | None
+Cost = int | float | None
 _PROGRAM = "kernels_pallas.spec:program"
 
 

@@ -106,3 +106,18 @@ def test_the_text_depends_on_the_files_alone(checkout, tmp_path_factory):
 
 def test_the_houses_own_report_is_up_to_date():
     assert [path.name for path in stale_files()] == [], "run: python -m experiments report"
+
+
+def test_the_report_shows_the_tables_of_the_kernels(checkout):
+    record = {
+        **{"name": "kernels/sample", "kind": "kernels", "title": "A table", "python": "3.11", "versions": {"jax": "0"}},
+        **{"platform": "a chip", "header": ["a", "b"], "rows": [["1", "x|y"]], "notes": ["A note."], "data": []},
+    }
+    path = checkout / "experiments/results/kernels/sample.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert _report(checkout)[0] == 0
+    text = (checkout / "experiments/RESULTS.md").read_text(encoding="utf-8")
+    part = text[text.index("## kernels/sample: A table") :]
+    assert "| a | b |\n| --- | --- |\n| 1 | x\\|y |" in part
+    assert part.rstrip().endswith("A note.")
