@@ -110,8 +110,16 @@ def test_the_houses_own_report_is_up_to_date():
 
 def test_the_report_shows_the_tables_of_the_kernels(checkout):
     record = {
-        **{"name": "kernels/sample", "kind": "kernels", "title": "A table", "python": "3.11", "versions": {"jax": "0"}},
-        **{"platform": "a chip", "header": ["a", "b"], "rows": [["1", "x|y"]], "notes": ["A note."], "data": []},
+        "name": "kernels/sample",
+        "kind": "kernels",
+        "title": "A table",
+        "python": "3.11",
+        "versions": {"jax": "0"},
+        "platform": "a chip",
+        "header": ["a", "b"],
+        "rows": [["1", "x|y"]],
+        "notes": ["A note."],
+        "data": [],
     }
     path = checkout / "experiments/results/kernels/sample.json"
     path.parent.mkdir()
