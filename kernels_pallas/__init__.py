@@ -9,7 +9,7 @@ Pallas kernels for TPU and GPU behind one `implementation=` argument:
 # Imported eagerly: a function that shares its folder's name would otherwise lose the name to the folder as
 # soon as anything inside it is imported.
 from kernels_pallas.causal_attention.api import causal_attention
-from kernels_pallas.dispatch import Implementation, UnsupportedError, supported
+from kernels_pallas.dispatch import Implementation, UnsupportedError, for_every_platform, supported
 from kernels_pallas.gathered_attention.api import gathered_attention
 from kernels_pallas.ragged_decode_attention.api import ragged_decode_attention
 from kernels_pallas.sliding_window_attention.api import sliding_window_attention
@@ -20,6 +20,7 @@ __all__ = [
     "Implementation",
     "UnsupportedError",
     "causal_attention",
+    "for_every_platform",
     "gathered_attention",
     "ragged_decode_attention",
     "sliding_window_attention",

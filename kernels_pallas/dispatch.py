@@ -1,8 +1,10 @@
 """Choosing the implementation of an operation."""
 
+import contextlib
+import contextvars
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -37,14 +39,14 @@ def select(
 
     Returns:
       For None, the modules of kernels that can run this call, by the platform that a program is compiled for ("xla" is
-      for all others); else a name that can run here.
+      for all others), see `for_every_platform`; else a name that can run here.
 
     Raises:
       ValueError: A name that no operation has, or an empty sequence.
       UnsupportedError: None of the names asked for can run this call here.
     """
     if implementation is None:
-        found = {platform: module(operation, name) for name, (_, platform) in KERNELS.items()}
+        found = {platform: module(operation, name) for name, (_, platform) in KERNELS.items() if _may_compile(name)}
         return {
             platform: kernels
             for platform, kernels in found.items()
@@ -61,6 +63,37 @@ def select(
             return name
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise UnsupportedError(f"{operation} cannot run this call as {why}")
+
+
+@contextlib.contextmanager
+def for_every_platform() -> Iterator[None]:
+    """Keeps the kernels of all platforms in programs traced in this context, for `jax.export` to other platforms.
+
+    Otherwise a program has kernels for the platform it runs on, and for those whose compilers are installed
+    (`kernels_pallas.aot`): tracing kernels that nothing can compile would only cost time.
+
+    >>> with for_every_platform():
+    ...     exported = jax.export.export(jax.jit(abs), platforms=("cpu", "tpu"))(1.0)
+    """
+    token = _EVERY_PLATFORM.set(True)
+    try:
+        yield
+    finally:
+        _EVERY_PLATFORM.reset(token)
+
+
+_EVERY_PLATFORM: contextvars.ContextVar[bool] = contextvars.ContextVar("every_platform", default=False)
+
+
+def _may_compile(name: str) -> bool:
+    return jax.default_backend() == KERNELS[name][0] or _EVERY_PLATFORM.get() or _compiler_installed(name)
+
+
+@functools.cache
+def _compiler_installed(name: str) -> bool:
+    from kernels_pallas import aot  # which imports this module
+
+    return aot.missing({"pallas_tpu": "v5e", "pallas_gpu": "h100"}[name]) is None
 
 
 def _reason(operation: str, name: Name, unsupported: Callable[[ModuleType], str | None]) -> str | None:
