@@ -96,7 +96,7 @@ def init_cache(
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     check_budget(n_sink, n_recent)
-    if dtype not in DTYPES:
+    if jnp.dtype(dtype) not in DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16, float16 or int8, got {dtype}")
     full, slots = sum(kinds), n_sink + n_recent + rows - 1
     compressed = len(kinds) - full
