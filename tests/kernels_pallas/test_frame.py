@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas import (
@@ -21,6 +22,7 @@ from kernels_pallas import (
     causal_attention,
     chips,
     dispatch,
+    for_every_platform,
     llo,
     ptx,
     supported,
@@ -375,6 +377,25 @@ def test_xla_matches_the_reference(spec):
     testing.check(spec, spec.runs("xla", gradient=True))
 
 
+@pytest.mark.slow
+@by_name
+def test_tpu_kernels_match_the_reference_without_races(spec):
+    if not spec.passes("pallas_tpu"):
+        pytest.skip("the kernels do not take this case")
+    with testing.race_free() as interpret:
+        testing.check(spec, testing.interpreted(spec, "pallas_tpu", interpret=interpret))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this version of JAX has no GPU interpreter")
+@by_name
+def test_gpu_kernels_match_the_reference_without_races(spec):
+    if not spec.passes("pallas_gpu"):
+        pytest.skip("the kernels do not take this case")
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    testing.check(spec, testing.interpreted(spec, "pallas_gpu", interpret=interpret))
+
+
 def test_a_wrong_implementation_does_not_pass():
     spec = next(s for s in SMALL if s.operation == "causal_attention")
 
@@ -478,7 +499,10 @@ def test_programs_keep_the_branches_of_all_platforms(operation):
     kernels = [name for name in dispatch.KERNELS if spec.passes(name)]
     if not kernels:
         pytest.skip("no kernel takes this case")
-    jaxpr = str(jax.make_jaxpr(functools.partial(spec.call, implementation=None))(*spec.shapes))
+    with for_every_platform():
+        exported = jax.export.export(jax.jit(functools.partial(spec.call, implementation=None)))(*spec.shapes)
+        jaxpr = str(jax.make_jaxpr(functools.partial(spec.call, implementation=None))(*spec.shapes))
+    assert exported.platforms == ("cpu",)
     assert "platform_index" in jaxpr
 
 
