@@ -118,7 +118,7 @@ def padded(places: Places, block_rows: int, block_keys: int) -> Places:
 
 def key_plan(
     rule: Rule, places: Places, rows: int, seq: int, block_rows: int, block_keys: int
-) -> Int32[Array, "batch blocks 5"]:
+) -> Int32[Array, "batch blocks numbers"]:
     """For every block of rows the `Plan` of the blocks of keys that it visits."""
     lowest, highest = _range_of_positions(places, rows, block_rows)
     last = highest // block_keys + 1
@@ -129,14 +129,16 @@ def key_plan(
         sinks = jnp.minimum(pl.cdiv(rule.sinks, block_keys), first)
         window_until = pl.cdiv(jnp.maximum(highest - rule.window + 1, 0), block_keys)
     if rule.segmented:
-        first_overlap, last_overlap = _range_of(_overlap(places, block_rows, block_keys))
+        overlap, same = _compared(places, block_rows, block_keys)
+        first_overlap, last_overlap = _range_of(overlap)
         first, last = jnp.maximum(first, first_overlap), jnp.minimum(last, last_overlap)
+        return _stacked(sinks, first, jnp.maximum(last, first), window_until, causal_from, *_first_run(same))
     return _stacked(sinks, first, jnp.maximum(last, first), window_until, causal_from)
 
 
 def row_plan(
     rule: Rule, places: Places, rows: int, seq: int, block_rows: int, block_keys: int
-) -> Int32[Array, "batch blocks 5"]:
+) -> Int32[Array, "batch blocks numbers"]:
     """For every block of keys the `Plan` of the blocks of rows that see any of it."""
     lowest, highest = (x[:, None, :] for x in _range_of_positions(places, rows, block_rows, ignore_blind=True))
     begin = jnp.arange(pl.cdiv(seq, block_keys))[:, None] * block_keys
@@ -148,7 +150,9 @@ def row_plan(
         sees &= (lowest - rule.window < end - 1) | (begin < rule.sinks)
         window_from = jnp.sum((highest - rule.window < begin) | (end <= rule.sinks), axis=2)
     if rule.segmented:
-        sees &= _overlap(places, block_rows, block_keys).swapaxes(1, 2)
+        overlap, same = (x.swapaxes(1, 2) for x in _compared(places, block_rows, block_keys))
+        first, last = _range_of(sees & overlap)
+        return _stacked(jnp.zeros_like(first), first, last, causal_until, window_from, *_first_run(same))
     first, last = _range_of(sees)
     return _stacked(jnp.zeros_like(first), first, last, causal_until, window_from)
 
@@ -165,6 +169,14 @@ def _range_of(flags):
     return first, jnp.where(flags.any(axis=2), size - jnp.argmax(flags[:, :, ::-1], axis=2), first)
 
 
+def _first_run(flags):
+    """The first range [first, last) of the last axis in which all `flags` are set."""
+    first = jnp.argmax(flags, axis=2)
+    after = ~flags & (jnp.arange(flags.shape[2]) > first[:, :, None])
+    last = jnp.where(after.any(axis=2), jnp.argmax(after, axis=2), flags.shape[2])
+    return first, jnp.where(flags.any(axis=2), last, first)
+
+
 def _range_of_positions(places, rows, block_rows, ignore_blind=False):
     """Lowest and highest position in every block of rows, both (batch or 1, blocks)."""
     blocks = pl.cdiv(rows, block_rows)
@@ -177,20 +189,20 @@ def _range_of_positions(places, rows, block_rows, ignore_blind=False):
     return seeing.min(axis=2), positions.max(axis=2)
 
 
-def _overlap(places, block_rows, block_keys):
-    """Whether the ids of a block of rows and of a block of keys overlap: nothing is visible where they do not."""
+def _compared(places, block_rows, block_keys):
+    """Whether the ids of a block of rows and of a block of keys overlap (else nothing is visible); are all the same."""
     places = padded(places, block_rows, block_keys)
-    row_ids = places.row_ids.reshape(places.row_ids.shape[0], -1, block_rows)
-    key_ids = places.key_ids.reshape(places.key_ids.shape[0], -1, block_keys)
-    below = row_ids.min(axis=2)[:, :, None] <= key_ids.max(axis=2)[:, None, :]
-    return below & (row_ids.max(axis=2)[:, :, None] >= key_ids.min(axis=2)[:, None, :])
+    rows = places.row_ids.reshape(places.row_ids.shape[0], -1, 1, block_rows)
+    keys = places.key_ids.reshape(places.key_ids.shape[0], 1, -1, block_keys)
+    (low, high), (low_keys, high_keys) = ((x.min(axis=3), x.max(axis=3)) for x in (rows, keys))
+    return (low <= high_keys) & (high >= low_keys), (low == high_keys) & (high == low_keys)
 
 
 class Plan(NamedTuple):
     """Blocks that a thread block visits: `sinks` from the beginning, then `first` to `last` (exclusive).
 
     Blocks below `below` need the mask of one edge (of keys: the window's, of rows: the causal one), blocks from `above`
-    on that of the other edge.
+    on that of the other edge. Those outside of `same_first` to `same_last` (exclusive) need the mask of segments.
     """
 
     sinks: Any
@@ -198,19 +210,30 @@ class Plan(NamedTuple):
     last: Any
     below: Any
     above: Any
+    same_first: Any = None
+    same_last: Any = None
 
     @property
     def steps(self) -> Any:
-        return self.sinks + self.last - self.first
+        return self.last - self.first if self.sinks is None else self.sinks + self.last - self.first
 
     def block(self, step: Any) -> Any:
+        if self.sinks is None:
+            return self.first + step
         return jnp.where(step < self.sinks, step, self.first + step - self.sinks)
 
+    def edges(self, block: Any, *, of_rows: bool) -> dict[str, Any]:
+        """Which masks a block needs, for `masked`; `of_rows` tells whether the blocks visited are blocks of rows."""
+        below, above = block < self.below, block >= self.above
+        differ = None if self.same_first is None else (block < self.same_first) | (block >= self.same_last)
+        return {"causal": below if of_rows else above, "window": above if of_rows else below, "segments": differ}
 
-def read_plan(plan: Any, batch: Any, block: Any) -> Plan:
+
+def read_plan(plan: Any, batch: Any, block: Any, sinks: bool = False) -> Plan:
     """The plan of one block, in a kernel."""
     batch = batch if plan.shape[0] > 1 else 0
-    return Plan(*(plan[batch, block, i] for i in range(5)))
+    numbers = (plan[batch, block, i] for i in range(plan.shape[2]))
+    return Plan(*numbers) if sinks else Plan(*numbers)._replace(sinks=None)
 
 
 # Pieces of kernels.
@@ -246,7 +269,7 @@ class Vectors(NamedTuple):
     key_ids: Callable[[], Any]
 
 
-def masked(scores, rule, vectors, value, *, row_axis, causal, window, first_key):
+def masked(scores, rule, vectors, value, *, row_axis, first_key, causal, window, segments):
     """`scores` of a block with `value` where a row does not see a key.
 
     Every condition is a branch of its own: together they would need more registers than there are.
@@ -257,9 +280,10 @@ def masked(scores, rule, vectors, value, *, row_axis, causal, window, first_key)
       vectors: Where its rows and columns stand.
       value: A very low score.
       row_axis: 0 if rows of the block are query rows, 1 if they are keys.
+      first_key: Position of the first key.
       causal: Whether there are keys beyond a row's position.
       window: Whether there are keys before a row's window.
-      first_key: Position of the first key.
+      segments: Whether ids of rows and keys differ.
     """
 
     def compare(scores, holds, row, key):
@@ -275,11 +299,14 @@ def masked(scores, rule, vectors, value, *, row_axis, causal, window, first_key)
     def past(scores):
         return compare(scores, operator.ge, vectors.rows(), vectors.keys())
 
+    def same(scores):
+        return compare(scores, operator.eq, vectors.row_ids(), vectors.key_ids())
+
     scores = lax.cond(causal, past, lambda x: x, scores)
     if rule.window is not None:
         scores = lax.cond(window, in_window, lambda x: x, scores)
     if rule.segmented:
-        scores = compare(scores, operator.eq, vectors.row_ids(), vectors.key_ids())
+        scores = lax.cond(segments, same, lambda x: x, scores)
     return scores
 
 
@@ -301,11 +328,11 @@ def multiply(a, b, *, transposed=False, before_wait=None, interpret=False):
     return pl.run_scoped(product, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def multiply_two(first, second, *, between, of_first, interpret=False):
+def multiply_two(first, second, *, between, of_first, overlap=True, interpret=False):
     """(of_first(x + a bᵀ), y + c dᵀ) of two triples (x, a, b), (y, c, d).
 
-    `of_first` is computed while the tensor cores are at c dᵀ. `between` runs between the two products: it waits for the
-    operands of the second one, and y is a function because it may have to be read after that, too.
+    `of_first` is computed while the tensor cores are at c dᵀ, before that without `overlap`. `between` runs between the
+    two products: it waits for the operands of the second one. y is a function as it may have to be read after that.
     """
     (x, a, b), (y, c, d) = first, second
     if interpret:
@@ -316,10 +343,13 @@ def multiply_two(first, second, *, between, of_first, interpret=False):
     def products(first_acc, second_acc):
         first_acc[...] = x
         plgpu.wgmma(first_acc, a, b.T)
+        if not overlap:
+            result = of_first(first_acc[...])
         between()
         second_acc[...] = y()
         plgpu.wgmma(second_acc, c, d.T)
-        result = of_first(plgpu.wgmma_accumulator_load(first_acc, wait_n=1))
+        if overlap:
+            result = of_first(plgpu.wgmma_accumulator_load(first_acc, wait_n=1))
         return result, second_acc[...]
 
     accumulators = (plgpu.ACC((x.shape[0], y.shape[0]), jnp.float32) for x, y in ((a, b), (c, d)))

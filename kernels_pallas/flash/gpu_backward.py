@@ -169,7 +169,7 @@ def _dq(arrays, places, *, rule, scale, config, interpret):
 def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
     batch, head, warpgroup = (lax.axis_index(name) for name in ("batch", "head", "warpgroup"))
     block = inputs.plan.shape[1] - 1 - lax.axis_index("block")  # the longest first
-    plan = gpu.read_plan(inputs.plan, batch, block)
+    plan = gpu.read_plan(inputs.plan, batch, block, sinks=rule.sinks > 0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _():
@@ -218,7 +218,7 @@ def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
                 row_ids=lambda: row_ids,
                 key_ids=lambda: gpu.load(scratch.ring_vectors[0].at[slot], COLUMNS),
             )
-            edges = {"causal": key_block >= plan.above, "window": key_block < plan.below}
+            edges = plan.edges(key_block, of_rows=False)
 
             def weights_of(scores):
                 scores = gpu.masked(scores, rule, vectors, masked, row_axis=0, first_key=first_key, **edges)
@@ -338,7 +338,7 @@ def _dkv_kernel(inputs, dk, dv, scratch, *, rule, scale, config, interpret):
                 row_ids=lambda: vector(1 + rule.gathered),
                 key_ids=lambda: gpu.load(scratch.owned_vectors[0].at[warpgroup], ROWS),
             )
-            edges = {"causal": row_block < plan.below, "window": row_block >= plan.above}
+            edges = plan.edges(row_block, of_rows=True)
 
             def weights_of(scores):
                 scores = gpu.masked(scores, rule, vectors, masked, row_axis=1, first_key=first_key, **edges)
@@ -354,6 +354,7 @@ def _dkv_kernel(inputs, dk, dv, scratch, *, rule, scale, config, interpret):
                 (lambda: spread(-1), values, grads),
                 between=wait,
                 of_first=weights_of,
+                overlap=rule.window is None or not rule.segmented,  # both masks: too many registers
                 interpret=interpret,
             )
             narrow = weights.astype(inputs.key.dtype)

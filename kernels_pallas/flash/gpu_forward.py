@@ -118,7 +118,7 @@ def _kernel(inputs, out, lse, scratch, *, rule, scale, config, interpret):
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     blocks = inputs.plan.shape[1]
     block = blocks - 1 - lax.axis_index("block")  # the longest first
-    plan = gpu.read_plan(inputs.plan, batch, block)
+    plan = gpu.read_plan(inputs.plan, batch, block, sinks=rule.sinks > 0)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < WARPGROUPS)
@@ -196,7 +196,7 @@ def _attend_rows(inputs, out, lse, scratch, plan, rule, scale, config, interpret
             row_ids=lambda: row_ids,
             key_ids=lambda: gpu.load(scratch.key_ids.at[slot], COLUMNS),
         )
-        edges = {"causal": key_block >= plan.above, "window": key_block < plan.below}
+        edges = plan.edges(key_block, of_rows=False)
         scores = gpu.masked(scores, rule, vectors, masked, row_axis=0, first_key=first_key, **edges)
         if rule.segmented:
             plgpu.commit_smem()  # ids were loaded before they are overwritten
