@@ -160,6 +160,7 @@ def test_any_sizes(kinds, page_size, group, n_sink, n_recent, rows, seed):
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_lengths_at_the_borders_of_pages_and_blocks(implementation):
     """Pages of 16 make blocks of 128 in the loop of "xla"."""
+    assert xla.BLOCK == 128
     lengths = [0, 1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 288]
     history = History((True, False), lengths, page_size=16, max_pages=18)
     cache = history.filled(n_sink=3, n_recent=16)
@@ -325,6 +326,31 @@ def test_what_is_not_a_token_may_be_nan(implementation):
     query = history.query()
     got = call(history, cache, query, implementation, n_sink=2, n_recent=5)
     np.testing.assert_array_equal(got, call(history, clean, query, implementation, n_sink=2, n_recent=5))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_nan_in_a_query_is_not_hidden(implementation):
+    history = History(KINDS["mixed"], [0, 1, 6, 24])
+    cache = history.filled(n_sink=2, n_recent=5)
+    query = history.query().at[2:].set(jnp.nan)
+    got = np.asarray(call(history, cache, query, implementation, n_sink=2, n_recent=5))
+    assert np.isfinite(got[:2]).all()
+    assert np.isnan(got[2:]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_the_loop_of_other_platforms(dtype):
+    """All sequences at a time, as GPUs take it, is the loop over one sequence after the other that CPUs take."""
+    history = History((True, True), [0, 1, 100, 319, 256, 257], page_size=16, max_pages=20)
+    cache = history.filled(n_sink=0, n_recent=1, rows=2, dtype=dtype)
+    garbage = jnp.full_like(cache.pages, jnp.nan if dtype == jnp.float32 else 7)
+    cache = history.append(cache._replace(pages=garbage), 0, 0 * history.lengths, history.lengths)
+    grouped = jnp.asarray(normal(history.rng, 6, 2, 4, DIM))
+    q = jnp.concatenate([grouped, 0 * grouped], axis=-1)
+    args = (q, cache, jnp.asarray(history.lengths), jnp.asarray(history.table))
+    got, want = (jax.jit(functools.partial(f, rows=2))(*args) for f in (xla._all_together, xla._one_by_one))
+    assert np.isfinite(want[1]).all()
+    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_pages_beyond_a_sequence_are_not_asked_for():
@@ -595,10 +621,6 @@ def test_bad_sizes(name, value):
         init_cache(head_kind=(True,), n_sink=1, n_recent=1, **sizes)
 
 
-def test_blocks_of_the_loop_cover_small_and_large_pages():
-    assert xla.BLOCK == 128  # which the borders above are about
-
-
 # The kernel for TPUs, interpreted on a CPU and compiled for chips that are not there.
 
 
@@ -765,7 +787,7 @@ AOT_CASES = {
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("chip", aot.TPUS)
+@pytest.mark.parametrize("chip", [*aot.TPUS, "h100"])
 @pytest.mark.parametrize("name", AOT_CASES)
 def test_none_compiles_to_the_kernel(chip, name):
     kinds, group, dim, rows, pool, dtype, page_size, n_recent = AOT_CASES[name]
@@ -790,4 +812,5 @@ def test_none_compiles_to_the_kernel(chip, name):
         jax.ShapeDtypeStruct((batch, 3900), jnp.int32),
     )
     run = functools.partial(ragged_decode_attention, head_kind=kinds, n_sink=16, n_recent=n_recent)
-    assert "tpu_custom_call" in aot.compile_for(chip, run, *args).as_text()
+    text = aot.compile_for(chip, run, *args).as_text()
+    assert ("tpu_custom_call" in text) == (chip in aot.TPUS)
