@@ -21,6 +21,8 @@ from kernels_pallas.ragged_decode_attention.heads import join, split
 BLOCK, WIDE_BLOCK = 128, 256  # tokens: one sequence at a time, all of them
 _MOST_PAGES = 32  # copies in the body of the loop
 
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
 _State = tuple[Array, Array, Array]
 """Largest score, sum of weights, and sum of weighted (key, value)."""
 
@@ -138,7 +140,7 @@ def _block(
     # What a page holds beyond the sequence may be NaN. Masking every block, not only the last, doubles the time.
     whole = (number + 1) * block <= length
     held = jax.lax.cond(whole, lambda x, _: x, _cleared, held.astype(jnp.float32), length - number * block)
-    scores = jnp.einsum("hrd,hsd->hrs", q, held)
+    scores = _product("hrd,hsd->hrs", q, held)
     if factors is not None:
         factors = jnp.where(s < length, factors, 0.0)
         scores *= factors[:, :1]
@@ -151,7 +153,7 @@ def _block(
     total = total * faded + weights.sum(axis=-1, keepdims=True)
     if factors is not None:
         weights *= factors[:, 1:]
-    return new_largest, total, out * faded + jnp.einsum("hrs,hsd->hrd", weights, held)
+    return new_largest, total, out * faded + _product("hrs,hsd->hrd", weights, held)
 
 
 def _cleared(held: Float[Array, "heads block two_dim"], count: Array) -> Float[Array, "heads block two_dim"]:
@@ -174,7 +176,7 @@ def _ringed(
     held = jnp.where((position >= 0)[:, None, :, None], cache.rings.astype(jnp.float32), 0.0)
     s = position[:, None, None]
     visible = (s >= 0) & (s <= t) & ((s < n_sink) | (t - s < n_recent))
-    scores = jnp.einsum("bhrd,bhsd->bhrs", q, held)
+    scores = _product("bhrd,bhsd->bhrs", q, held)
     if cache.ring_scales is not None:
         factors = jnp.where((position >= 0)[:, None, None], cache.ring_scales, 0.0)
         scores *= factors[:, :, :1]
@@ -183,5 +185,5 @@ def _ringed(
     total = weights.sum(axis=-1, keepdims=True)
     if cache.ring_scales is not None:
         weights *= factors[:, :, 1:]
-    out = jnp.einsum("bhrs,bhsd->bhrd", weights, held)
+    out = _product("bhrs,bhsd->bhrd", weights, held)
     return out[..., two_dim // 2 :] / jnp.where(total > 0, total, 1.0)
