@@ -51,7 +51,10 @@ def decoded(lengths, *, pruned, window, sinks=0, chunks=(1,) * 8, slots=None, **
 
 
 @pytest.mark.parametrize("pruned", [True, False])
-@pytest.mark.parametrize(("window", "sinks"), [(6, 0), (6, 3), (1, 0), (64, 0)])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [(6, 3), (64, 0), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((6, 0), (1, 0)))],
+)
 def test_steps_equal_one_pass_for_prompts_of_different_lengths(pruned, window, sinks):
     np.testing.assert_allclose(*decoded((17, 5), pruned=pruned, window=window, sinks=sinks), atol=2e-6)
 
@@ -68,8 +71,13 @@ def test_several_tokens_at_once_are_single_steps(pruned, chunks):
     np.testing.assert_allclose(*decoded((11, 3), pruned=pruned, window=6, sinks=2, chunks=chunks), atol=2e-6)
 
 
-@pytest.mark.parametrize("combine", ["replace", "add"])
-@pytest.mark.parametrize("estimator", ["st", "soft"])
+@pytest.mark.parametrize(
+    ("combine", "estimator"),
+    [
+        ("add", "soft"),
+        *(pytest.param(*names, marks=pytest.mark.slow) for names in (("replace", "soft"), ("add", "st"))),
+    ],
+)
 def test_gates_are_those_of_training(combine, estimator):
     np.testing.assert_allclose(
         *decoded((17, 5), pruned=False, window=6, combine=combine, estimator=estimator), atol=2e-6
