@@ -13,7 +13,7 @@ from kernels_pallas.flash.gpu_passes import backward_candidates, forward_candida
 __all__ = ["backward", "backward_candidates", "forward", "forward_candidates", "unsupported", "unsupported_device"]
 
 
-def unsupported(query: Array, key: Array) -> str | None:
+def unsupported(query: Any, key: Any) -> str | None:
     """Why the kernels do not take this call, None if they do."""
     return gpu.unsupported(query, key)
 

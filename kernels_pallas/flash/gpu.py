@@ -77,7 +77,7 @@ class Inputs(NamedTuple):
     key_ids: Any
 
 
-def unsupported(query: Array, key: Array) -> str | None:
+def unsupported(query: Any, key: Any) -> str | None:
     """Why no kernel takes these arrays, None if they do."""
     if query.dtype not in _DTYPES:
         return f"dtype {jnp.dtype(query.dtype).name} (bfloat16 or float16)"

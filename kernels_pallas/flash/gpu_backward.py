@@ -234,6 +234,7 @@ def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
                 (lambda: spread(start_dweights), grads, values),
                 between=wait,
                 of_first=weights_of,
+                overlap=_overlaps(rule),
                 interpret=interpret,
             )
             if rule.segmented:
@@ -248,6 +249,11 @@ def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries, dq.at[batch, rows, head])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _overlaps(rule):
+    """Whether weights are computed while the next product is under way; two masks leave too few registers for that."""
+    return rule.window is None or not rule.segmented
 
 
 def _count(scratch, warpgroup, size):
@@ -354,7 +360,7 @@ def _dkv_kernel(inputs, dk, dv, scratch, *, rule, scale, config, interpret):
                 (lambda: spread(-1), values, grads),
                 between=wait,
                 of_first=weights_of,
-                overlap=rule.window is None or not rule.segmented,  # both masks: too many registers
+                overlap=_overlaps(rule),
                 interpret=interpret,
             )
             narrow = weights.astype(inputs.key.dtype)

@@ -14,7 +14,7 @@ __all__ = ["backward", "backward_candidates", "forward", "forward_candidates", "
 
 
 def unsupported(
-    query: Array, key: Array, *, scale: float, window: int, sinks: int, segmented: bool, chunk: bool
+    query: Any, key: Any, *, scale: float, window: int, sinks: int, segmented: bool, chunk: bool
 ) -> str | None:
     """Why the kernels do not take this call, None if they do."""
     del scale, window
