@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.flash import tpu
-from kernels_pallas.flash.tpu import unsupported_device
+from kernels_pallas.flash.tpu import Shaped, unsupported_device
 from kernels_pallas.flash.tpu_configs import BackwardConfig, ForwardConfig, backward_candidates, forward_candidates
 
 __all__ = ["backward", "backward_candidates", "forward", "forward_candidates", "unsupported", "unsupported_device"]
@@ -13,7 +13,7 @@ __all__ = ["backward", "backward_candidates", "forward", "forward_candidates", "
 _OPERATION = "causal_attention"
 
 
-def unsupported(query: Array, key: Array) -> str | None:
+def unsupported(query: Shaped, key: Shaped) -> str | None:
     """Returns why the kernels do not take this call, None if they do."""
     return tpu.unsupported(query, key)
 

@@ -1,7 +1,8 @@
 """Attention on TPUs: block sizes, padding to whole blocks, and the kernels of a band and of gathered rows."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -18,8 +19,11 @@ NO_SEGMENT = 2**30  # id of keys that no row sees
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _LARGEST_DIM = 256
 
+Shaped: TypeAlias = Array | jax.ShapeDtypeStruct
+"""What has shape and dtype."""
 
-def unsupported(query: Array, key: Array) -> str | None:
+
+def unsupported(query: Shaped, key: Shaped) -> str | None:
     """Returns why no kernel takes these, None if one does."""
     if query.dtype not in _DTYPES:
         return f"dtype {jnp.dtype(query.dtype).name} (bfloat16 or float32)"

@@ -98,7 +98,7 @@ class Operands:
             name=name,
             interpret=interpret,
         )
-        return call(*arrays)
+        return list(call(*arrays))
 
 
 def query_head(group: int) -> Callable[[Any, Any], Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.flash import tpu
-from kernels_pallas.flash.tpu import unsupported_device
+from kernels_pallas.flash.tpu import Shaped, unsupported_device
 from kernels_pallas.flash.tpu_configs import (
     MOST_SINKS,
     BackwardConfig,
@@ -20,7 +20,7 @@ _OPERATION = "sliding_window_attention"
 
 
 def unsupported(
-    query: Array, key: Array, *, scale: float, window: int, sinks: int, segmented: bool, chunk: bool
+    query: Shaped, key: Shaped, *, scale: float, window: int, sinks: int, segmented: bool, chunk: bool
 ) -> str | None:
     """Returns why the kernels do not take this call, None if they do."""
     del scale, window
