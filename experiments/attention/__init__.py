@@ -1,0 +1,1 @@
+"""Attention that decides what to read, against attention to everything."""
