@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -15,7 +14,6 @@ from jaxlib_icml.attention import (
     L2ARouter,
     from_attention_params,
     prune_layers,
-    rate_controller,
     sparsity_loss,
 )
 from jaxlib_icml.lm.attention import Attention
@@ -240,38 +238,6 @@ def test_training_moves_router_and_projections():
     for leaf in jax.tree.leaves(gradients(params, jax.random.key(0))):
         assert np.isfinite(leaf).all()
         assert np.abs(leaf).max() > 0
-
-
-@pytest.mark.slow
-def test_the_price_of_routing_brings_the_rate_to_its_target():
-    # Tokens that must be copied from afar are few and marked: the router finds them when routing has a price.
-    layer = L2AAttention(WIDTH, HEADS, L2AConfig(window=4), rngs=nnx.Rngs(0))
-    graph, params = nnx.split(layer)
-    init, update = rate_controller(0.2)
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def step(carry, key):
-        params, opt_state, controller = carry
-        data, noise = jax.random.split(key)
-        x = jax.random.normal(data, (4, 48, WIDTH)).at[:, :, 0].set(0.0)
-        marked = jax.random.bernoulli(noise, 0.1, (4, 48))
-        x = x.at[:, :, 0].set(jnp.where(marked, 6.0, 0.0))
-        target = jnp.where(marked[..., None], jnp.mean(x[:, :4], axis=1, keepdims=True), 0.0)
-
-        def loss(params):
-            y, aux = nnx.merge(graph, params)(x, train=True, rngs=noise)
-            return jnp.mean((y - target) ** 2) + sparsity_loss(aux.prob_mean, controller.multiplier, 0.2), aux
-
-        grads, aux = jax.grad(loss, has_aux=True)(params)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        _, controller = update(aux.rate, controller)
-        return (optax.apply_updates(params, updates), opt_state, controller), aux.rate
-
-    carry = (params, optimizer.init(params), init())
-    rates = jax.lax.scan(step, carry, jax.random.split(jax.random.key(0), 800))[1]
-    assert float(rates[:20].mean()) > 0.8
-    assert float(rates[-200:].mean()) < 0.35
 
 
 # --- pruning
