@@ -10,115 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import UnsupportedError, aot, dispatch, ragged_decode_attention, supported, testing
+from kernels_pallas import UnsupportedError, ragged_decode_attention, supported
 from kernels_pallas.ragged_decode_attention import cache as caches
-from kernels_pallas.ragged_decode_attention import pallas_tpu, xla
+from kernels_pallas.ragged_decode_attention import xla
 from kernels_pallas.ragged_decode_attention.cache import PagedCache, init_cache, ring_positions
-
-DIM = 8
-KINDS = {
-    "mixed": (True, False, False, True),
-    "full": (True, True),
-    "compressed": (False, False, False),
-    "one": (False, True),
-}
-STATICS = ("head_kind", "n_sink", "n_recent", "implementation")
-attend = jax.jit(inspect.unwrap(ragged_decode_attention), static_argnames=STATICS)
-append = jax.jit(caches.append, static_argnames=("head_kind", "n_sink"))
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
-
-
-class History:
-    """What sequences really contain, and where their pages lie."""
-
-    def __init__(self, kinds, lengths, *, page_size=4, max_pages=6, group=2, dim=DIM, seed=0):
-        self.rng = np.random.default_rng(seed)
-        self.kinds, self.group, self.dim = kinds, group, dim
-        self.lengths = np.asarray(lengths, np.int32)
-        self.batch = len(lengths)
-        most = page_size * max_pages
-        self.key, self.value = (normal(self.rng, self.batch, most, len(kinds), dim) for _ in range(2))
-        pages = self.batch * max_pages + 2
-        self.num_pages, self.page_size = pages, page_size
-        self.table = self.rng.permutation(pages)[: self.batch * max_pages].reshape(self.batch, -1).astype(np.int32)
-
-    def query(self, rows=1, dtype=jnp.float32):
-        return jnp.asarray(normal(self.rng, self.batch, rows, self.group * len(self.kinds), self.dim), dtype)
-
-    def empty(self, *, n_sink, n_recent, rows=1, dtype=jnp.float32):
-        return init_cache(
-            head_kind=self.kinds,
-            dim=self.dim,
-            batch=self.batch,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            n_sink=n_sink,
-            n_recent=n_recent,
-            rows=rows,
-            dtype=dtype,
-        )
-
-    def append(self, cache, n_sink, lengths, counts):
-        """Writes `counts` tokens of every sequence behind the first `lengths`."""
-        at = np.minimum(lengths[:, None] + np.arange(max(1, counts.max())), self.key.shape[1] - 1)[..., None, None]
-        key, value = (jnp.asarray(np.take_along_axis(x, at, axis=1)) for x in (self.key, self.value))
-        table = jnp.asarray(self.table)
-        return append(
-            cache,
-            key,
-            value,
-            head_kind=self.kinds,
-            lengths=jnp.asarray(lengths),
-            page_table=table,
-            n_sink=n_sink,
-            counts=jnp.asarray(counts),
-        )
-
-    def filled(self, *, n_sink, n_recent, rows=1, dtype=jnp.float32):
-        """All tokens, as two appends: a prompt and the rest."""
-        cache = self.empty(n_sink=n_sink, n_recent=n_recent, rows=rows, dtype=dtype)
-        prompt = self.lengths // 2
-        cache = self.append(cache, n_sink, 0 * prompt, prompt)
-        return self.append(cache, n_sink, prompt, self.lengths - prompt)
-
-    def attention(self, query, n_sink, n_recent, scale=DIM**-0.5, key=None, value=None):
-        """softmax(scale q kᵀ) v in float64, one sequence, row and head after the other."""
-        key, value = (
-            np.asarray(x, np.float64)
-            for x in (self.key if key is None else key, self.value if value is None else value)
-        )
-        query = np.asarray(query.astype(jnp.float32), np.float64)
-        out = np.zeros(query.shape)
-        for b, row, h in np.ndindex(query.shape[:3]):
-            t = self.lengths[b] - query.shape[1] + row
-            g = h // self.group
-            s = np.arange(t + 1)
-            if not self.kinds[g]:
-                s = s[(s < n_sink) | (t - s < n_recent)]
-            if len(s):
-                scores = scale * key[b, s, g] @ query[b, row, h]
-                weights = np.exp(scores - scores.max())
-                out[b, row, h] = weights @ value[b, s, g] / weights.sum()
-        return out
-
-
-def call(history, cache, query, implementation=None, **budget):
-    return attend(
-        query,
-        cache,
-        jnp.asarray(history.lengths),
-        jnp.asarray(history.table),
-        head_kind=history.kinds,
-        implementation=implementation,
-        **budget,
-    )
+from tests.kernels_pallas.ragged_decode_cases import DIM, KINDS, History, append, attend, call, normal
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -395,31 +294,32 @@ def test_what_does_not_fit_is_dropped_under_jit_and_an_error_outside(dtype):
         )
 
 
-def test_vmap_is_more_sequences_and_more_pages():
+@pytest.mark.parametrize(
+    "pool", [pytest.param("own", marks=pytest.mark.slow), pytest.param("whole cache", marks=pytest.mark.slow), "shared"]
+)
+def test_vmap_is_more_sequences_and_more_pages(pool):
+    """A pool of pages for each, one for all, or only other queries."""
     cases = [History(KINDS["one"], lengths, seed=i) for i, lengths in enumerate([(3, 24), (0, 17), (9, 10)])]
-    stack = functools.partial(jax.tree.map, lambda *x: jnp.stack(x))
     args = [
         (h.query(), h.filled(n_sink=2, n_recent=5, dtype=jnp.int8), jnp.asarray(h.lengths), jnp.asarray(h.table))
         for h in cases
     ]
     run = functools.partial(attend, head_kind=KINDS["one"], n_sink=2, n_recent=5)
-    want = jnp.stack([run(*a) for a in args])
-    np.testing.assert_allclose(jax.vmap(run)(*stack(*args)), want, atol=1e-6)
-    # One pool for all of them: pages are not copied.
-    pool, scales = args[0][1].pages, args[0][1].page_scales
-    shared = [(q, c._replace(pages=pool, page_scales=scales), n, t) for q, c, n, t in args]
-    want = jnp.stack([run(*a) for a in shared])
-    axes = (0, PagedCache(None, 0, None, 0), 0, 0)
-    stacked = stack(*shared)
-    stacked = (stacked[0], stacked[1]._replace(pages=pool, page_scales=scales), *stacked[2:])
-    mapped = jax.vmap(run, in_axes=axes)
-    np.testing.assert_allclose(mapped(*stacked), want, atol=1e-6)
-    sizes = {x.size for x in jax.tree.leaves(jax.eval_shape(mapped, *stacked))}
-    assert max(sizes) < 3 * pool.size
-    # Another query for one and the same cache.
-    queries = jnp.stack([a[0] for a in args])
-    got = jax.vmap(run, in_axes=(0, None, None, None))(queries, *args[0][1:])
-    np.testing.assert_allclose(got, jnp.stack([run(q, *args[0][1:]) for q in queries]), atol=1e-6)
+    first = args[0][1]
+    axes = (0, 0, 0, 0)
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *args)
+    if pool == "shared":
+        shared = {"pages": first.pages, "page_scales": first.page_scales}
+        args = [(q, c._replace(**shared), n, t) for q, c, n, t in args]
+        stacked, axes = (
+            (stacked[0], stacked[1]._replace(**shared), *stacked[2:]),
+            (0, PagedCache(None, 0, None, 0), 0, 0),
+        )
+    if pool == "whole cache":
+        args = [(q, *args[0][1:]) for q, *_ in args]
+        stacked, axes = (stacked[0], *args[0][1:]), (0, None, None, None)
+    got = jax.jit(jax.vmap(run, in_axes=axes))(*stacked)
+    np.testing.assert_allclose(got, jnp.stack([run(*a) for a in args]), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -469,7 +369,7 @@ def test_no_derivative():
         jax.grad(lambda q: call(history, cache, q, n_sink=2, n_recent=5).sum())(history.query())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.int8])
 def test_memory_does_not_follow_the_pool(dtype):
     """Neither as gathered pages nor as a pool converted to float32."""
 
@@ -619,198 +519,3 @@ def test_bad_sizes(name, value):
     sizes = {"dim": 8, "batch": 2, "num_pages": 3, "page_size": 4} | {name: value}
     with pytest.raises(ValueError, match=f"^{name} must be"):
         init_cache(head_kind=(True,), n_sink=1, n_recent=1, **sizes)
-
-
-# The kernel for TPUs, interpreted on a CPU and compiled for chips that are not there.
-
-
-def interpreted(history, cache, query, *, interpret=True, config=None, **budget):
-    return pallas_tpu.ragged_decode_attention(
-        query,
-        cache,
-        jnp.asarray(history.lengths),
-        jnp.asarray(history.table) if any(history.kinds) else None,
-        kinds=history.kinds,
-        scale=history.dim**-0.5,
-        config=config,
-        interpret=interpret,
-        **budget,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kinds", "rows", "config"),
-    [
-        ("mixed", 1, (2, 2)),  # shares begin in the middle of a sequence
-        ("full", 2, (1, 3)),
-        ("one", 1, (6, 1)),  # one block holds a sequence
-        ("compressed", 3, (1, 2)),
-    ],
-)
-def test_tpu_kernel_has_no_races_and_reads_nothing_else(kinds, rows, config):
-    """Nor NaN where there is no token."""
-    history = History(KINDS[kinds], [48, 0, 7, 17, 8], page_size=8)
-    cache = history.empty(n_sink=2, n_recent=5, rows=rows)
-    cache = cache._replace(pages=cache.pages + jnp.nan, rings=cache.rings + jnp.nan)
-    cache = history.append(cache, 2, 0 * history.lengths, history.lengths)
-    query = history.query(rows)
-    with testing.race_free() as interpret:
-        config = pallas_tpu.Config(*config)
-        got = interpreted(history, cache, query, interpret=interpret, config=config, n_sink=2, n_recent=5)
-    np.testing.assert_allclose(got, history.attention(query, 2, 5), atol=3e-6)
-
-
-def test_a_wait_that_is_missing_would_be_seen(monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "_wait", lambda copies: None)
-    history = History(KINDS["full"], [48, 7], page_size=8)
-    cache = history.filled(n_sink=2, n_recent=5)
-    options = pltpu.InterpretParams(uninitialized_memory="nan", dma_execution_mode="on_wait")
-    config = pallas_tpu.Config(1, 1)
-    got = interpreted(history, cache, history.query(), interpret=options, config=config, n_sink=2, n_recent=5)
-    assert np.isnan(got).any()
-
-
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(0, 48), min_size=4, max_size=4),
-    shares=st.integers(1, 5),
-    seed=st.integers(0, 2**20),
-)
-def test_tpu_kernel_on_any_pages_and_lengths(lengths, shares, seed):
-    history = History(KINDS["mixed"], lengths, page_size=8, seed=seed, group=4)
-    cache = history.filled(n_sink=2, n_recent=5)
-    query = history.query()
-    got = interpreted(history, cache, query, config=pallas_tpu.Config(2, shares), n_sink=2, n_recent=5)
-    np.testing.assert_allclose(got, history.attention(query, 2, 5), atol=3e-6)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 3e-6), (jnp.bfloat16, 2e-2)])
-def test_tpu_kernel_with_int8(dtype, tolerance):
-    history = History(KINDS["one"], [0, 130, 256], page_size=128, max_pages=2)
-    cache = history.filled(n_sink=2, n_recent=5, dtype=jnp.int8)
-    query = history.query(dtype=dtype)
-    got = interpreted(history, cache, query, config=pallas_tpu.Config(1, 2), n_sink=2, n_recent=5)
-    want = call(history, cache, query.astype(jnp.float32), "reference", n_sink=2, n_recent=5)
-    np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("reason", "changes"),
-    [
-        (None, {}),
-        ("query of float16", {"dtype": jnp.float16}),
-        ("a cache of float16", {"pool": jnp.float16}),
-        ("pages of 4 tokens (a multiple of 8 for float32)", {"page_size": 4}),
-        ("pages of 8 tokens (a multiple of 16 for bfloat16)", {"pool": jnp.bfloat16}),
-        ("pages of 64 tokens (a multiple of 128 for int8)", {"page_size": 64, "pool": jnp.int8}),
-        ("a page table of 120000 entries", {"max_pages": 60_000}),
-        ("bytes of VMEM for two pages and two rings", {"n_recent": 20_000}),
-    ],
-)
-def test_what_the_tpu_kernel_takes(reason, changes):
-    given = {"page_size": 8, "max_pages": 6, "pool": jnp.float32, "dtype": jnp.float32, "n_recent": 5} | changes
-
-    def ask(query, cache, table):
-        found.append(pallas_tpu.unsupported(query, cache, table, kinds=(True, False)))
-
-    found = []
-    cache = jax.eval_shape(
-        lambda: init_cache(
-            head_kind=(True, False),
-            dim=64,
-            batch=2,
-            num_pages=9,
-            page_size=given["page_size"],
-            n_sink=1,
-            n_recent=given["n_recent"],
-            dtype=given["pool"],
-        )
-    )
-    query = jax.ShapeDtypeStruct((2, 1, 4, 64), given["dtype"])
-    jax.eval_shape(ask, query, cache, jax.ShapeDtypeStruct((2, given["max_pages"]), jnp.int32))
-    assert found == [None] if reason is None else reason in found[0]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    full=st.integers(0, 64),
-    compressed=st.integers(0, 64),
-    group=st.sampled_from([16, 32]),
-    dim=st.sampled_from([64, 80, 128, 256]),
-    pool=st.sampled_from(["float32", "bfloat16", "int8"]),
-    page_size=st.sampled_from([16, 32, 128, 512]),
-    max_pages=st.integers(1, 5000),
-    slots=st.integers(1, 500),
-)
-def test_chosen_blocks_fit_the_memory_of_every_tpu(full, compressed, group, dim, pool, page_size, max_pages, slots):
-    case = pallas_tpu.Case(8, full, compressed, group, dim, "bfloat16", pool, page_size, max_pages, slots)
-    if case.vmem_bytes(pallas_tpu.Config(1, 1)) > 14 * 2**20:
-        assert not pallas_tpu.candidates(case._asdict())
-        return
-    chosen = pallas_tpu.heuristic(case)
-    assert case.vmem_bytes(chosen) <= 14 * 2**20
-    assert 1 <= chosen.pages <= max(1, max_pages)
-    assert len(pallas_tpu.candidates(case._asdict())) >= 2
-
-
-def test_bad_config():
-    history = History(KINDS["full"], [48, 7], page_size=8)
-    cache = history.filled(n_sink=2, n_recent=5)
-    with pytest.raises(ValueError, match=r"^config must have positive numbers"):
-        interpreted(history, cache, history.query(), config=pallas_tpu.Config(0, 1), n_sink=2, n_recent=5)
-
-
-def test_programs_for_every_platform_keep_the_kernel():
-    history = History(KINDS["one"], [3, 24], page_size=8)
-    cache = history.filled(n_sink=2, n_recent=5)
-    run = functools.partial(ragged_decode_attention, head_kind=history.kinds, n_sink=2, n_recent=5)
-    with dispatch.for_every_platform():
-        args = (history.query(), cache, jnp.asarray(history.lengths), jnp.asarray(history.table))
-        assert "platform_index" in str(jax.make_jaxpr(run)(*args))
-
-
-AOT_CASES = {
-    # kinds, group, dim, rows, pool, query, page size, recent tokens
-    "full": ((True,) * 3, 3, 64, 1, "float32", "float32", 16, 64),
-    "mixed": (KINDS["mixed"], 2, 64, 1, "bfloat16", "bfloat16", 16, 64),
-    "rows": (KINDS["mixed"], 2, 128, 3, "bfloat16", "bfloat16", 32, 64),
-    "odd ring": (KINDS["mixed"], 4, 80, 1, "bfloat16", "bfloat16", 16, 55),
-    "int8": (KINDS["mixed"], 8, 128, 1, "int8", "bfloat16", 128, 64),
-    "int8, float32": (KINDS["one"], 1, 64, 1, "int8", "float32", 128, 7),
-    "compressed": ((False,) * 4, 1, 64, 1, "bfloat16", "float32", 16, 3),
-    "many heads": ((True,) * 8 + (False,) * 24, 1, 128, 1, "bfloat16", "bfloat16", 16, 112),
-    "large pages": ((True,) * 16, 1, 128, 1, "float32", "bfloat16", 256, 64),
-    "near the limit": ((True,) * 64, 1, 128, 1, "bfloat16", "bfloat16", 16, 64),
-    "long rings": ((True,) * 2 + (False,) * 2, 1, 128, 1, "bfloat16", "bfloat16", 16, 2000),
-}
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("chip", [*aot.TPUS, "h100"])
-@pytest.mark.parametrize("name", AOT_CASES)
-def test_none_compiles_to_the_kernel(chip, name):
-    kinds, group, dim, rows, pool, dtype, page_size, n_recent = AOT_CASES[name]
-    batch = 16
-    cache = jax.eval_shape(
-        lambda: init_cache(
-            head_kind=kinds,
-            dim=dim,
-            batch=batch,
-            num_pages=512,
-            page_size=page_size,
-            n_sink=16,
-            n_recent=n_recent,
-            rows=rows,
-            dtype=pool,
-        )
-    )
-    args = (
-        jax.ShapeDtypeStruct((batch, rows, group * len(kinds), dim), dtype),
-        cache,
-        jax.ShapeDtypeStruct((batch,), jnp.int32),
-        jax.ShapeDtypeStruct((batch, 3900), jnp.int32),
-    )
-    run = functools.partial(ragged_decode_attention, head_kind=kinds, n_sink=16, n_recent=n_recent)
-    text = aot.compile_for(chip, run, *args).as_text()
-    assert ("tpu_custom_call" in text) == (chip in aot.TPUS)
