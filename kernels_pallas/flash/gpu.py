@@ -24,8 +24,8 @@ from kernels_pallas.flash.rules import MASKED
 SMEM_BYTES = 232_448
 """Shared memory that a thread block can have on Hopper."""
 
-SMEM_RESERVED = 8192
-"""Of it: vectors of a block, barriers, scratch of reductions."""
+SMEM_RESERVED = 16_384
+"""Of it: vectors of a block, in whole KiB each, barriers, scratch of reductions."""
 
 LOG2_E, LOG_2 = math.log2(math.e), math.log(2.0)
 WARPGROUPS = 2
