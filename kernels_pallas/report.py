@@ -127,7 +127,6 @@ def _data(chip: str, spec: Spec, kernel: Pass, found: Evidence) -> dict[str, Any
             }
             for k in found.kernels
         ],
-        "other_cycles": found.other_cycles,
         "argument_bytes": found.argument_bytes,
         "output_bytes": found.output_bytes,
         "temp_bytes": found.temp_bytes,

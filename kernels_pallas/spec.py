@@ -67,8 +67,7 @@ class Pass(NamedTuple):
     def at(self, config: Mapping[str, int] | None) -> Callable[..., Any]:
         """The kernel with these fields of a config; None: with those of its heuristic."""
         if config is not None:
-            (chosen,) = (c for c in self.candidates() if c._asdict() == config)
-            return functools.partial(self.function, config=chosen)
+            return functools.partial(self.function, config=type(self.candidates()[0])(**config))
 
         def by_heuristic(*args: Any) -> Any:
             with autotune.only_heuristics():

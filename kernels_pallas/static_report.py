@@ -1,12 +1,14 @@
 """What the compilers make of a kernel, on a machine without the chip: cycle estimates, schedules, registers, memory.
 
-The compilers write it when environment variables ask for it before they are loaded, hence a process of its own. How to
-read the cycles of TPUs: they are estimates, not measurements, for the grid that was compiled. The body of a `pl.when`
-counts as always taken, a grid of dynamic size as very long. For Pallas kernels they include traffic to HBM at its
-nominal bandwidth, for XLA's own fusions they do not, so only kernels compare with kernels. On chips with two cores
-(v4, v5p) parallel grid axes are shared between both. For GPUs there are no such estimates.
+The compilers write it when environment variables ask for it before they are loaded, hence processes of their own. How
+to read the cycles of TPUs: they are estimates, not measurements, for the grid that was compiled. Every Pallas kernel is
+compiled by itself with its operands in HBM, whose traffic at nominal bandwidth the estimate includes: inside a
+program XLA may keep small operands in VMEM. The body of a `pl.when` counts as always taken, a value in scalar memory as
+0, a grid of dynamic size as very long. On chips with two cores (v4, v5p) parallel grid axes are shared between both.
+For GPUs there are no such estimates.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -15,11 +17,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from kernels_pallas import aot, llo, ptx
+import jax
+
+from kernels_pallas import aot, autotune, llo, ptx
 
 
 class Program(NamedTuple):
@@ -58,7 +62,6 @@ class Evidence(NamedTuple):
     Attributes:
       error: Why the compiler refused the program; None if it did not. Nothing else is known then.
       kernels: The Pallas kernels.
-      other_cycles: TPU: the estimate for all that is not a Pallas kernel, without traffic to HBM.
       argument_bytes: In main memory.
       output_bytes: In main memory.
       temp_bytes: In main memory, besides arguments and outputs.
@@ -66,7 +69,6 @@ class Evidence(NamedTuple):
 
     error: str | None = None
     kernels: tuple[Kernel, ...] = ()
-    other_cycles: int = 0
     argument_bytes: int = 0
     output_bytes: int = 0
     temp_bytes: int = 0
@@ -79,14 +81,14 @@ class Evidence(NamedTuple):
 
 
 def estimated_cycles(programs: Sequence[Program]) -> list[dict[str, int]]:
-    """The TPU compiler's cycle estimates of programs.
+    """The TPU compiler's cycle estimates of the Pallas kernels in programs.
 
     Args:
       programs: What to compile, each for its chip.
 
     Returns:
-      For every program the estimated cycles of its operations: Pallas kernels by the `name` of their `pallas_call`,
-      fusions by XLA's name, without the number that XLA appends; operations of one name are added up.
+      For every program the estimated cycles of its Pallas kernels by the `name` of their `pallas_call`; those of one
+      name are added up.
 
     Raises:
       ValueError: A chip that is no TPU.
@@ -102,12 +104,15 @@ def estimated_cycles(programs: Sequence[Program]) -> list[dict[str, int]]:
         if program.chip not in aot.TPUS:
             raise ValueError(f"chip must be one of {', '.join(aot.TPUS)}, got {program.chip!r}")
     results = []
-    for program, result in zip(programs, _compiled(programs, schedules=False), strict=True):
-        if result["error"] is not None:
-            raise RuntimeError(f"compiling for cycle estimates failed:\n{result['error']}")
-        if not result["cycles"]:
+    for program, found in zip(programs, evidence(programs, schedules=False), strict=True):
+        if found.error is not None:
+            raise RuntimeError(f"compiling for cycle estimates failed:\n{found.error}")
+        if found.cycles is None:
             raise RuntimeError(f"this version of libtpu wrote no cycle estimates for {program}")
-        results.append(result["cycles"])
+        cycles: dict[str, int] = {}
+        for kernel in found.kernels:
+            cycles[kernel.name] = cycles.get(kernel.name, 0) + (kernel.cycles or 0)
+        results.append(cycles)
     return results
 
 
@@ -116,7 +121,8 @@ def evidence(programs: Sequence[Program], *, schedules: bool = True) -> Iterator
 
     Args:
       programs: What to compile, each for its chip.
-      schedules: Whether to read the schedules of TPU kernels; they take longer than all the rest.
+      schedules: Whether to read the schedules of TPU kernels, and to compile the programs around them for their bytes;
+        that takes longer than all the rest.
 
     Yields:
       What was found for every program, in order, as soon as it is known. A program that does not compile has `error`.
@@ -126,27 +132,29 @@ def evidence(programs: Sequence[Program], *, schedules: bool = True) -> Iterator
       ImportError: A compiler is not installed.
       RuntimeError: The other process could not begin.
     """
-    for result in _compiled(programs, schedules=schedules):
+    whole = _compiled([p for p in programs if p.chip in aot.TPUS] if schedules else [], "whole")
+    for program, result in zip(programs, _compiled(programs, "schedules" if schedules else "cycles"), strict=True):
+        if program.chip in aot.TPUS and schedules:
+            around = next(whole)
+            result |= {name: around[name] for name in ("error", "bytes") if result["error"] is None and name in around}
         if result["error"] is not None:
             yield Evidence(error=result["error"])
             continue
-        cycles: dict[str, int] = dict(result["cycles"])
-        kernels = []
-        for name in result["kernels"]:
-            schedule = result["schedules"].get(name)
-            plain = llo.without_number(name)
-            kernels.append(
-                # Estimates of one name are added up: the first kernel of that name carries them all.
-                Kernel(plain, cycles.pop(plain, None), None if schedule is None else llo.Schedule(*schedule))
-            )
+        kernels = [
+            Kernel(name, cycles, None if schedule is None else llo.Schedule(*schedule))
+            for name, cycles, schedule in result["kernels"]
+        ]
         kernels += [Kernel(re.sub(r"_\d+$", "", name), code=ptx.Code(*code)) for name, code in result["code"].items()]
-        yield Evidence(None, tuple(kernels), sum(cycles.values()), *result["bytes"])
+        yield Evidence(None, tuple(kernels), *result["bytes"])
 
 
 _STARTED, _RESULT = "static report: started", "static report: result "
 
 
-def _compiled(programs: Sequence[Program], *, schedules: bool) -> Iterator[dict[str, Any]]:
+_MOST = 16  # programs of one process, whose memory grows
+
+
+def _compiled(programs: Sequence[Program], mode: str) -> Iterator[dict[str, Any]]:
     """Results of `_compile`; a program that ends the other process has that as its error."""
     for program in programs:
         if reason := aot.missing(program.chip):
@@ -154,13 +162,15 @@ def _compiled(programs: Sequence[Program], *, schedules: bool) -> Iterator[dict[
     done = 0
     while done < len(programs):
         _, same = next(itertools.groupby(programs[done:], _process_of))
-        batch = list(same)
-        estimates = batch[0].chip != "v4"
+        batch = list(itertools.islice(same, _MOST))
         begin, started = done, False
         with tempfile.TemporaryDirectory(prefix="static-report-") as folder, tempfile.TemporaryFile("w+") as errors:
+            flags = ""
+            if mode != "whole":
+                flags = llo.flags(folder, estimates=batch[0].chip != "v4", schedules=mode == "schedules")
             process = subprocess.Popen(
-                [sys.executable, "-m", "kernels_pallas.static_report", folder, "all" if schedules else "cycles"],
-                env=_environment(llo.flags(folder, estimates=estimates, schedules=schedules), folder),
+                [sys.executable, "-m", "kernels_pallas.static_report", folder, mode],
+                env=_environment(flags, folder),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -214,38 +224,87 @@ def _environment(flags: str, folder: str) -> dict[str, str]:
     )
 
 
-def _compile(folder: Path, program: Program, schedules: bool) -> dict[str, Any]:
+def _compile(folder: Path, program: Program, mode: str) -> dict[str, Any]:
     """Runs in the other process."""
-    for path in folder.iterdir():
-        path.unlink()
     module, _, name = program.factory.partition(":")
     function, args = getattr(importlib.import_module(module), name)(**program.kwargs)
+    result: dict[str, Any] = {"error": None, "kernels": [], "code": {}, "bytes": [0, 0, 0]}
     try:
-        compiled = aot.compile_for(program.chip, function, *args)
+        if program.chip not in aot.TPUS:
+            return result | _whole(program.chip, function, args, folder)
+        if mode == "whole":
+            return result | _whole(program.chip, function, args, None)
+        with autotune.for_chip(program.chip):
+            found = pallas_calls(function, *args)
+        return result | {"kernels": [_kernel(program.chip, *call, folder, mode) for call in found]}
     except Exception as error:  # the compilers raise all kinds
         return {"error": f"{type(error).__name__}: {error}"[:1000]}
-    is_tpu = program.chip in aot.TPUS
-    text = compiled.as_text() or ""
-    code = {} if is_tpu else ptx.kernels(folder)
-    if "mosaic_gpu" in text and not code:
-        return {"error": "Mosaic GPU wrote nothing: it compiled the same kernel before, or this version writes nothing"}
+
+
+def _whole(chip: str, function: Callable[..., Any], args: Sequence[Any], folder: Path | None) -> dict[str, Any]:
+    """A program's bytes, and with `folder` the code of its GPU kernels."""
+    _clear(folder)
+    compiled = aot.compile_for(chip, function, *args)
+    code = {} if folder is None else ptx.kernels(folder)
+    if folder is not None and "mosaic_gpu" in (compiled.as_text() or "") and not code:
+        raise RuntimeError("Mosaic GPU wrote nothing: it compiled the same kernel before, or this version never does")
     memory = compiled.memory_analysis()
-    return {
-        "error": None,
-        "cycles": llo.cycles(folder) if is_tpu else {},
-        "kernels": re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', text),
-        "schedules": llo.schedules(folder) if is_tpu and schedules else {},
-        "code": code,
-        "bytes": [getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp")],
-    }
+    sizes = [getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "temp")]
+    return {"code": code, "bytes": sizes}
 
 
-def _main(folder: Path, schedules: bool) -> None:
+def _kernel(
+    chip: str, name: str, call: Callable[..., Any], shapes: Sequence[Any], folder: Path, mode: str
+) -> tuple[Any, ...]:
+    """Name, cycles and schedule of one TPU kernel."""
+    _clear(folder)
+    text = aot.compile_for(chip, call, *shapes).as_text() or ""
+    (of_xla,) = re.findall(r'%(\S+) = [^\n]*custom_call_target="tpu_custom_call"', text)
+    schedule = llo.schedules(folder).get(of_xla) if mode == "schedules" else None
+    return name, llo.cycles(folder).get(llo.without_number(of_xla)), schedule
+
+
+PallasCall: TypeAlias = tuple[str, Callable[..., Any], list[jax.ShapeDtypeStruct]]
+
+
+def pallas_calls(function: Callable[..., Any], *args: Any) -> list[PallasCall]:
+    """Every `pallas_call` that a function makes: its name, a function of its own, the shapes of its operands.
+
+    >>> pallas_calls(jax.numpy.sin, 1.0)
+    []
+    """
+    found: list[PallasCall] = []
+
+    def visit(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+                call = functools.partial(equation.primitive.bind, **equation.params)
+                found.append((equation.params["name"] or "kernel", call, shapes))
+                continue
+            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+                if _is_jaxpr(value):
+                    visit(getattr(value, "jaxpr", value))
+
+    visit(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns")
+
+
+def _clear(folder: Path | None) -> None:
+    for path in () if folder is None else folder.iterdir():
+        path.unlink()
+
+
+def _main(folder: Path, mode: str) -> None:
     programs = json.load(sys.stdin)
     print(_STARTED, flush=True)
     for program in map(Program._make, programs):
-        print(_RESULT + json.dumps(_compile(folder, program, schedules)), flush=True)
+        print(_RESULT + json.dumps(_compile(folder, program, mode)), flush=True)
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2] == "all")
+    _main(Path(sys.argv[1]), sys.argv[2])

@@ -151,7 +151,7 @@ def test_report_at_smoke_size(tmp_path, capsys):
 
 
 def test_tune_writes_a_table_and_keeps_what_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(pallas_tpu, "candidates", lambda key: [pallas_tpu.Config(128, 128)])
+    monkeypatch.setattr(pallas_tpu, "candidates", lambda key: [pallas_tpu.Config(256, 1024)])
     other = autotune.Entry("symmetric_product", "pallas_tpu.forward", {"n": 1}, {"block": 128, "block_k": 256})
     path = tmp_path / "v5e.json"
     path.write_text(autotune.TuningResult("v5e", "static", (other,)).to_json(), encoding="utf-8")
