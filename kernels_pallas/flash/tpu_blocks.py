@@ -144,7 +144,7 @@ class Band(NamedTuple):
             return
         block = i * self.ratio - self.halo + j
         inside = block < self.inner_blocks if self.keys_outer else block >= 0
-        whole = [step for step, delta in enumerate(deltas) if self._is_whole(delta)]
+        whole = [step for step, delta in enumerate(deltas) if self.is_whole(delta)]
         for step, delta in enumerate(deltas):
             if step not in whole:
                 yield inside & (j == step), [(0, delta)]
@@ -155,9 +155,12 @@ class Band(NamedTuple):
         """Whether a case is the last one of an outer block."""
         return blocks[-1][1] == (self.span - 1 - self.halo) * self.inner
 
-    def _is_whole(self, delta: int) -> bool:
-        strips = (self.slices(start, LANES, [(0, delta)], 0, 0, 0, None) for start in range(0, self.outer, LANES))
-        return all(slices == [Slice(0, 0, self.inner)] for slices in strips)
+    def is_whole(self, delta: int) -> bool:
+        """Whether every row sees every key of an inner block that starts `delta` after its outer block."""
+        first, last = -(self.inner - 1) - delta, self.outer - 1 - delta  # row minus key, or key minus row
+        if self.keys_outer:
+            first, last = -last, -first
+        return first >= 0 and last < self.window
 
     def slices(
         self, start: int, rows: int, blocks: list[tuple[int, int]], limits: Any, batch: Any, i: Any, j: Any

@@ -171,11 +171,7 @@ def cycles(kind: str, plan: Band | Gathered, case: Case, strip: int) -> float:
     if isinstance(plan, Band):
         for step in range(plan.span):
             delta = (step - plan.halo) * plan.inner
-            area = sum(
-                min(strip, plan.outer - start) * part.size
-                for start in range(0, plan.outer, strip)
-                for part in plan.slices(start, min(strip, plan.outer - start), [(0, delta)], None, 0, 0, 0)
-            )
+            area = plan.outer * plan.inner if plan.is_whole(delta) else _area(plan, delta, strip)
             missing = max(0, step - plan.ratio + 1) if plan.keys_outer else max(0, plan.halo - step)
             visits = max(0, plan.outer_blocks - -(-missing // plan.ratio))
             total += visits * max(area * rate, moved)
@@ -187,6 +183,14 @@ def cycles(kind: str, plan: Band | Gathered, case: Case, strip: int) -> float:
         steps = plan.outer_blocks * plan.steps
     ends = plan.outer_blocks * plan.outer * (0.5 + arrays * dim * case.itemsize / _BYTES)
     return total + steps * _STEP + ends
+
+
+def _area(plan: Band, delta: int, strip: int) -> int:
+    """Scores that are computed of an inner block."""
+    strips = [(start, min(strip, plan.outer - start)) for start in range(0, plan.outer, strip)]
+    return sum(
+        rows * part.size for start, rows in strips for part in plan.slices(start, rows, [(0, delta)], None, 0, 0, 0)
+    )
 
 
 def _pass_candidates(kind: str, case: Case) -> Iterator[tuple[tuple[int, int, int, int], Band | Gathered]]:

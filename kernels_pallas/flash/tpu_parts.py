@@ -13,6 +13,10 @@ from jaxtyping import Array, Bool, Float
 
 from kernels_pallas import _compat
 from kernels_pallas.flash.tpu_blocks import LANES, Gathered, Plan, Slice, both, iota
+from kernels_pallas.flash.tpu_export import only_on
+
+# It moved between the versions of JAX that are supported.
+_approximate = pltpu.reciprocal if hasattr(pltpu, "reciprocal") else pl.reciprocal
 
 MASKED = -1e30
 """Score of a key out of sight."""
@@ -98,7 +102,7 @@ class Operands:
             name=name,
             interpret=interpret,
         )
-        return list(call(*arrays))
+        return list(call(*arrays)) if interpret else only_on("tpu", call, *arrays)
 
 
 def query_head(group: int) -> Callable[[Any, Any], Any]:
@@ -155,7 +159,7 @@ def row_of(column: Float[Array, "n lanes"]) -> Float[Array, "1 n"]:
 
 def reciprocal(x: Array) -> Array:
     """1 / x of positive numbers: the approximate one, and Newton's steps to full precision."""
-    guess = pl.reciprocal(x, approx=True)
+    guess: Array = _approximate(x, approx=True)
     for _ in range(2):
         guess = guess * (2.0 - x * guess)
     return guess

@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import aot, autotune, causal_attention, sliding_window_attention, static_report, testing
+from kernels_pallas import (
+    aot,
+    autotune,
+    causal_attention,
+    dispatch,
+    sliding_window_attention,
+    static_report,
+    testing,
+)
 from kernels_pallas.causal_attention import pallas_tpu as causal
 from kernels_pallas.flash import gpu, tpu_configs, tpu_forward
 from kernels_pallas.flash.rules import NOTHING
@@ -148,20 +157,14 @@ def _gathered_case():
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 320), min_size=150, max_size=150))
-def test_any_ascending_positions(positions):
+@given(st.integers(0, 320), st.integers(0, 320), st.integers(0, 2**20))
+def test_any_ascending_positions(low, high, seed):
     both, inputs = _gathered_case()
-    positions = np.sort(np.asarray(positions, np.int32))[None]
-    assert_matches(both(*inputs, positions), formulas(*inputs, causal_visible(positions, 300)))
-
-
-def test_scores_of_one_strip_or_another_are_the_same():
-    inputs = make_inputs(300, 300, 2, 1, 64)
-    one, other = (
-        run(window, *inputs, None, None, configs=configs, window=140, sinks=2) for configs in (FUSED, STEPPED)
-    )
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    low, high = sorted((low, high))
+    positions = np.random.default_rng(seed).integers(low, high + 1, (1, 150), np.int32)
+    positions.sort(axis=1)
+    # Where rows see one key or none, gradients are zero but for rounding.
+    assert_matches(both(*inputs, positions), formulas(*inputs, causal_visible(positions, 300)), 1e-5, 2e-4)
 
 
 # Plans.
@@ -207,7 +210,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(CASES)
 def test_chosen_blocks_fit_the_memory_of_every_chip(case):
     case = case._replace(window=None, sinks=0) if case.gathered else case._replace(seq=case.rows)
@@ -293,6 +296,26 @@ def test_what_is_never_written_is_seen(monkeypatch):
     with testing.race_free() as interpret:
         out, *_ = run(gathered, *inputs, jnp.full((1, 128), 128), None, configs=STEPPED, interpret=interpret)
         assert np.isnan(np.asarray(out)).any()
+
+
+@pytest.mark.slow
+def test_programs_for_two_platforms_keep_both_branches():
+    def loss(q, k, v, positions):
+        return (
+            jnp.sum(sliding_window_attention(q, k, v, window=64) ** 2)
+            + jnp.sum(causal_attention(q, k, v) ** 2)
+            + jnp.sum(gathered_attention(q, k, v, positions) ** 2)
+        )
+
+    q, k, v, _ = make_inputs(200, 200, 2, 1, 64)
+    positions = random_rows(1, 200, 200)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    with dispatch.for_every_platform():
+        exported = jax.export.export(gradient, platforms=("cpu", "tpu"))(q, k, v, positions)
+    assert exported.platforms == ("cpu", "tpu")
+    assert exported.mlir_module().count("@tpu_custom_call") == 9
+    for got, want in zip(exported.call(q, k, v, positions), gradient(q, k, v, positions), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 # Compiled for chips that are not there.
@@ -410,7 +433,7 @@ def forward_program(rows, size=None, is_gathered=False):
 def test_estimated_cycles():
     kwargs = ({"rows": 4096, "size": 256}, {"rows": 819, "is_gathered": True}, {"rows": 4096, "is_gathered": True})
     programs = [static_report.Program("v5e", f"{__name__}:forward_program", dict(k)) for k in kwargs]
-    local, fifth, all_rows = (found["kernel"] for found in static_report.estimated_cycles(programs))
+    local, fifth, all_rows = (sum(found.values()) for found in static_report.estimated_cycles(programs))
     # Multiplications alone: every strip of 256 rows with 512 keys, but the first one with 256.
     least = 4 * (15 * 512 + 256) * 256 * 128 * 2 / (4 * 128**2)
     assert least < local <= 0.9 * SPLASH_LOCAL
