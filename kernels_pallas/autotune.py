@@ -15,7 +15,7 @@ True
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import resources
 from types import MappingProxyType
@@ -153,17 +153,14 @@ class _State(NamedTuple):
     results: tuple[TuningResult, ...] = ()
     tables: bool = True
     chip: str | None = None
-    recorder: "Recorder | None" = None
+    asked: object = None  # see `asked_by`
 
 
 _STATE = jax.make_user_context(_State())
 
 
-class Recorder:
-    """Lists what kernels looked up; see `recording`."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[str, str, dict[str, Scalar]]] = []
+class _Asked(Exception):
+    """Carries what was looked up out of a trace."""
 
 
 def active() -> _State:
@@ -195,12 +192,23 @@ def for_chip(chip: str) -> AbstractContextManager[None]:
     return _changed(lambda state: state._replace(chip=chip))
 
 
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    """Gives an object whose `entries` list the (operation, kernel, key) that are looked up inside."""
-    recorder = Recorder()
-    with _changed(lambda state: state._replace(recorder=recorder)):
-        yield recorder
+def asked_by(function: Callable[..., Any], *args: Any) -> tuple[str, str, dict[str, Scalar]] | None:
+    """The first (operation, kernel, key) that a function looks up; what comes after it is not traced.
+
+    Args:
+      function: What `jax.eval_shape` takes.
+      *args: Its arguments.
+
+    Returns:
+      None if it looks nothing up.
+    """
+    try:
+        with _changed(lambda state: state._replace(asked=object())):
+            jax.eval_shape(lambda *args: function(*args), *args)  # traced again whatever was traced before
+    except _Asked as found:
+        operation, kernel, key = found.args
+        return operation, kernel, key
+    return None
 
 
 @contextmanager
@@ -226,8 +234,8 @@ def lookup(operation: str, kernel: str, key: Mapping[str, Scalar]) -> dict[str, 
       Fields of the kernel's config; None: no context and no table has this case, the kernel's heuristic decides.
     """
     state = active()
-    if state.recorder is not None:
-        state.recorder.entries.append((operation, kernel, dict(key)))
+    if state.asked is not None:
+        raise _Asked(operation, kernel, dict(key))
     case = (operation, kernel, _canonical(key))
     for result in state.results:
         if case in result.configs:

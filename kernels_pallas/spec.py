@@ -48,12 +48,12 @@ class Pass(NamedTuple):
 
     def key(self) -> Mapping[str, autotune.Scalar] | None:
         """The case as the kernel looks it up; None for a kernel without block sizes."""
-        with autotune.recording() as recorder:
-            jax.eval_shape(functools.partial(self.function), *self.args)
-        found = {tuple(sorted(key.items())) for _, kernel, key in recorder.entries if kernel == self.kernel}
-        if len(found) > 1:
-            raise ValueError(f"{self.operation} looks up several cases as {self.kernel}: {found}")
-        return dict(found.pop()) if found else None
+        asked = autotune.asked_by(self.function, *self.args)
+        if asked is None:
+            return None
+        if asked[:2] != (self.operation, self.kernel):
+            raise ValueError(f"{self.operation} {self.kernel} looks up {' '.join(asked[:2])}")
+        return asked[2]
 
     def candidates(self) -> list[Any]:
         """The configs worth trying; none for a kernel without block sizes."""
