@@ -59,6 +59,9 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     modules = {name for name in names if name.endswith(".py")}
     sources = {p.relative_to(ROOT) for top in ("jaxlib_icml", "kernels_pallas") for p in (ROOT / top).rglob("*.py")}
     assert modules == {path.as_posix() for path in sources}
+    tables = {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels_pallas" / "configs").glob("*.json")}
+    assert tables
+    assert tables <= names
     assert dict(entry_points["console_scripts"]) == {"icml": "jaxlib_icml.cli:main"}
     assert "Name: jaxlib-icml\n" in about
     assert "License-Expression: Apache-2.0\n" in about
