@@ -31,7 +31,8 @@ _STRIPS = {
 }
 """What strips of so many rows take, by kernel, of the time that multiplications alone would."""
 _ALONE = 1.35  # the same for a block of one strip, which has nothing to overlap with
-_STEP = 450  # cycles of a grid step besides its arithmetic
+_STEP = 250  # cycles of a grid step
+_VISIT = 600  # and of one that has something to visit, besides its products
 
 
 class ForwardConfig(NamedTuple):
@@ -174,15 +175,14 @@ def cycles(kind: str, plan: Band | Gathered, case: Case, strip: int) -> float:
             area = plan.outer * plan.inner if plan.is_whole(delta) else _area(plan, delta, strip)
             missing = max(0, step - plan.ratio + 1) if plan.keys_outer else max(0, plan.halo - step)
             visits = max(0, plan.outer_blocks - -(-missing // plan.ratio))
-            total += visits * max(area * rate, moved)
-        steps = plan.outer_blocks * plan.steps
+            total += visits * (max(area * rate, moved) + (0 if plan.fused else _VISIT))
+        total += plan.outer_blocks * _VISIT if plan.fused else 0
     else:
         # A block of rows sees its last row's keys; a block of keys is seen by rows from its first key on.
         visited = plan.outer_blocks * plan.inner_blocks / 2 + (plan.outer_blocks + plan.inner_blocks) / 2
-        total += visited * max(plan.outer * plan.inner * rate * 1.1, moved)
-        steps = plan.outer_blocks * plan.steps
+        total += visited * (max(plan.outer * plan.inner * rate, moved) + _VISIT)
     ends = plan.outer_blocks * plan.outer * (0.5 + arrays * dim * case.itemsize / _BYTES)
-    return total + steps * _STEP + ends
+    return total + plan.outer_blocks * plan.steps * _STEP + ends
 
 
 def _area(plan: Band, delta: int, strip: int) -> int:

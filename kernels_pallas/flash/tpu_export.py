@@ -1,7 +1,8 @@
-"""Lets `jax.export` to several platforms keep TPU kernels.
+"""Where a TPU kernel may stand in a program, which is known only when the program is lowered.
 
 A program for several platforms holds a branch for each. JAX lowers the operations of every branch for all of them, and
-refuses a kernel on any but its own; here a branch is lowered for its platform only.
+refuses a kernel on any but its own: `only_on` lowers a branch for its platform only. In a program that XLA partitions
+over several TPUs JAX refuses kernels as well: `unless_partitioned` takes something else there.
 """
 
 from collections.abc import Callable
@@ -43,3 +44,44 @@ def _lower(ctx: Any, *args: Any, jaxpr: ClosedJaxpr, platform: str) -> Any:
 
 
 mlir.register_lowering(_only_on, _lower)
+
+
+_unless_partitioned = Primitive("unless_partitioned")
+_unless_partitioned.multiple_results = True
+
+
+def unless_partitioned(kernel: Callable[..., Any], default: Callable[..., Any], *args: Array) -> Any:
+    """`kernel(*args)`; in a program that XLA partitions over several devices `default(*args)`, of the same type.
+
+    Derivatives and `vmap` belong outside of it.
+    """
+    jaxpr, shapes = jax.make_jaxpr(kernel, return_shape=True)(*args)
+    results = _unless_partitioned.bind(*args, kernel=jaxpr, default=jax.make_jaxpr(default)(*args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+@_unless_partitioned.def_abstract_eval
+def _(*args: Any, kernel: ClosedJaxpr, default: ClosedJaxpr) -> list[Any]:
+    del args, default
+    return kernel.out_avals
+
+
+@_unless_partitioned.def_impl
+def _(*args: Array, kernel: ClosedJaxpr, default: ClosedJaxpr) -> list[Array]:
+    spread = any(len(x.devices()) > 1 for x in args)
+    return jaxpr_as_fun(default if spread else kernel)(*args)
+
+
+def _is_partitioned(axis_context: Any) -> bool:
+    if hasattr(axis_context, "manual_axes"):  # inside `jax.shard_map`
+        manual = set(axis_context.manual_axes) | set(axis_context.mesh.manual_axes)
+        return manual != set(axis_context.mesh.axis_names)
+    return getattr(axis_context, "num_devices", 1) > 1
+
+
+def _lower_unless_partitioned(ctx: Any, *args: Any, kernel: ClosedJaxpr, default: ClosedJaxpr) -> Any:
+    taken = default if _is_partitioned(ctx.module_context.axis_context) else kernel
+    return mlir.lower_fun(jaxpr_as_fun(taken), multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(_unless_partitioned, _lower_unless_partitioned)

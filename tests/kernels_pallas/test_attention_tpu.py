@@ -27,9 +27,11 @@ from kernels_pallas.flash import gpu, tpu_configs, tpu_forward
 from kernels_pallas.flash.rules import NOTHING
 from kernels_pallas.flash.tpu_blocks import Gathered
 from kernels_pallas.flash.tpu_configs import BackwardConfig, Case, ForwardConfig
+from kernels_pallas.flash.tpu_export import unless_partitioned
 from kernels_pallas.gathered_attention import pallas_tpu as gathered
 from kernels_pallas.gathered_attention.api import gathered_attention
 from kernels_pallas.sliding_window_attention import pallas_tpu as window
+from kernels_pallas.sliding_window_attention import xla as window_xla
 from tests.kernels_pallas.attention_cases import (
     assert_matches,
     causal_visible,
@@ -402,6 +404,26 @@ def test_kernels_on_a_mesh(kind, spec, monkeypatch):
     assert text.count('custom_call_target="tpu_custom_call"') == 3
     assert "all-gather" not in text
     assert "bf16[1,4,256,128]" in text if spec[0] else "bf16[4,1,256,128]" in text
+
+
+@pytest.mark.aot
+def test_partitioned_programs_take_something_else():
+    def forward(q, k, v):
+        return window.forward(q, k, v, None, None, scale=1.0, window=64, sinks=0)[0]
+
+    def default(q, k, v):
+        return window_xla.forward(q, k, v, None, None, scale=1.0, window=64, sinks=0)[0]
+
+    either = functools.partial(unless_partitioned, forward, default)
+    x = jax.ShapeDtypeStruct((4, 256, 4, 128), jnp.bfloat16)
+    assert "tpu_custom_call" in aot.compile_for("v5e", either, x, x, x).as_text()
+    mesh = aot.make_mesh("v5e", (4,), ("x",))
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("x")))
+    assert "tpu_custom_call" not in jax.jit(either).lower(x, x, x).compile().as_text()
+    with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
+        jax.jit(forward).lower(x, x, x)
+    inside = jax.shard_map(either, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    assert "tpu_custom_call" in jax.jit(inside).lower(x, x, x).compile().as_text()
 
 
 # The compiler's cycle estimates, for four heads, 4096 keys of 128 entries, in bfloat16 on v5e. Arguments are those of
