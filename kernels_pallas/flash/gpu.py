@@ -9,6 +9,7 @@ read plans.
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,8 +91,25 @@ def unsupported_device() -> str | None:
     """Why this machine's GPU cannot run the kernels; None if it can, or if there is no GPU to ask."""
     if jax.default_backend() != "gpu":
         return None
-    capability = getattr(jax.local_devices()[0], "compute_capability", "unknown")
-    return None if capability == "9.0" else f"compute capability {capability} (9.0, Hopper)"
+    device = jax.local_devices()[0]
+    capability = getattr(device, "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"compute capability {capability} (9.0, Hopper)"
+    return _miscompiled(device.client.platform_version)
+
+
+def _miscompiled(platform_version: str) -> str | None:
+    """Why this CUDA must not compile masks, from how JAX names it.
+
+    Its ptxas is known to miscompile them: so say the authors of Mosaic GPU's own attention, which refuses it too.
+
+    >>> _miscompiled("PJRT C API cuda 12080"), _miscompiled("cuda 13000")
+    ('CUDA 12080 (before 12.8, or from 12.9.1 on)', None)
+    """
+    found = re.search(r"cuda (\d+)", platform_version)
+    if found is None or not 12080 <= int(found[1]) < 12091:
+        return None
+    return f"CUDA {found[1]} (before 12.8, or from 12.9.1 on)"
 
 
 def swizzled(dim: int) -> tuple[Any, Any]:

@@ -63,7 +63,8 @@ def forward(
     rows = query.shape[1]
     query, key, value, places = _compat.same_varying((*map(_padded, (query, key, value)), places))
     out, lse = gpu_forward.attend(query, key, value, places, rule=rule, scale=scale, config=config, interpret=interpret)
-    return out[:, :rows], lse[:, :, :rows]
+    # `plgpu.kernel` forgets over which mesh axes its results vary.
+    return _compat.same_varying((out[:, :rows], lse[:, :, :rows]), query)
 
 
 def backward(
@@ -92,7 +93,7 @@ def backward(
     dq, dk, dv = gpu_backward.gradients(
         *_compat.same_varying(arrays), rule=rule, scale=scale, config=config, interpret=interpret
     )
-    return dq[:, :rows], dk[:, :seq], dv[:, :seq]
+    return _compat.same_varying((dq[:, :rows], dk[:, :seq], dv[:, :seq]), query)
 
 
 def _padded(x: Array) -> Array:
