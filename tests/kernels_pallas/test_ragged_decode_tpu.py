@@ -1,6 +1,7 @@
 """Decoding attention on TPUs: the kernel interpreted on a CPU, and compiled for chips that are not there."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,12 @@ from kernels_pallas.ragged_decode_attention.cache import init_cache
 from kernels_pallas.ragged_decode_attention.tpu_blocks import Case, Config
 from tests.kernels_pallas.ragged_decode_cases import KINDS, History, call
 
+STATICS = ("kinds", "n_sink", "n_recent", "scale", "config", "interpret")
+kernel = jax.jit(inspect.unwrap(pallas_tpu.ragged_decode_attention), static_argnames=STATICS)
+
 
 def interpreted(history, cache, query, *, interpret=True, config=None, **budget):
-    return pallas_tpu.ragged_decode_attention(
+    return kernel(
         query,
         cache,
         jnp.asarray(history.lengths),
@@ -50,6 +54,7 @@ def test_tpu_kernel_has_no_races_and_reads_nothing_else(kinds, rows, config):
     with testing.race_free() as interpret:
         config = Config(*config)
         got = interpreted(history, cache, query, interpret=interpret, config=config, n_sink=2, n_recent=5)
+        jax.block_until_ready(got)  # before races are looked for
     np.testing.assert_allclose(got, history.attention(query, 2, 5), atol=3e-6)
 
 
@@ -67,7 +72,7 @@ def test_a_wait_that_is_missing_would_be_seen(monkeypatch):
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     lengths=st.lists(st.integers(0, 48), min_size=4, max_size=4),
-    shares=st.integers(1, 5),
+    shares=st.sampled_from([1, 2, 5]),
     seed=st.integers(0, 2**20),
 )
 def test_tpu_kernel_on_any_pages_and_lengths(lengths, shares, seed):
