@@ -72,7 +72,7 @@ def ragged_decode_attention(
       UnsupportedError: The implementation asked for cannot run this call on this platform.
       NotImplementedError: A derivative is asked for.
 
-    The decoding of "Which Heads Matter for Reasoning? RL-Guided KV Cache Compression" (arXiv 2510.08525), section 3.
+    The decoding of "Which Heads Matter for Reasoning? RL-Guided KV Cache Compression" (arXiv 2510.08525).
 
     >>> from kernels_pallas.ragged_decode_attention.cache import append, init_cache
     >>> heads, table = (True, False), jnp.array([[1, 0]])
