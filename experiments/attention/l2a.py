@@ -100,7 +100,7 @@ def _program(arm: _Arm, optimizer: OptimizerConfig) -> _Program:
     config = arm.config
     graphdef = nnx.split(abstract_transformer(config))[0]
     make = make_optimizer(optimizer)
-    control = rate_controller(RATE)
+    control = rate_controller(RATE, config.l2a.price_step, damping=config.l2a.price_damping)
 
     def loss(params, batch, key, temperature, price):
         model = nnx.merge(graphdef, params)
@@ -118,7 +118,7 @@ def _program(arm: _Arm, optimizer: OptimizerConfig) -> _Program:
 
     @jax.jit
     def step(params, state, routing, batch, key, rate, temperature):
-        gradients, (nats, routed) = jax.grad(loss, has_aux=True)(params, batch, key, temperature, routing.multiplier)
+        gradients, (nats, routed) = jax.grad(loss, has_aux=True)(params, batch, key, temperature, routing.price)
         updates, state = make(rate).update(gradients, state, params)
         price, routing = control.update(routed, routing)
         return optax.apply_updates(params, updates), state, routing, (nats, jnp.mean(routed), price)

@@ -60,6 +60,10 @@ class L2AConfig:
     """Function of the normalised token: "linear", or "mlp", width → 64 → 1 with SiLU."""
     threshold: float = 0.5
     """θ: probability from which a token is routed."""
+    price_step: float = 0.01
+    """η: how fast the price of routing follows the rate in training (`rate_controller`)."""
+    price_damping: float = 20.0
+    """κ: how much the price gives way at once where the rate is below its target."""
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -74,6 +78,10 @@ class L2AConfig:
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if not 0 < self.capacity_factor < math.inf:
             raise ValueError(f"capacity_factor must be positive and finite, got {self.capacity_factor}")
+        if not 0 < self.price_step < math.inf:
+            raise ValueError(f"price_step must be positive and finite, got {self.price_step}")
+        if not 0 <= self.price_damping < math.inf:
+            raise ValueError(f"price_damping must be at least 0 and finite, got {self.price_damping}")
         _check_choices(combine=self.combine, estimator=self.estimator, overflow=self.overflow, router=self.router)
 
 

@@ -32,10 +32,12 @@ class RateControllerState(NamedTuple):
     """State of `rate_controller`.
 
     Attributes:
-      multiplier: λ, the price of routing, float32.
+      multiplier: λ, float32.
+      price: what routing costs until the next update: λ, and more or less of it where there is damping.
     """
 
     multiplier: Float[Array, ""]
+    price: Float[Array, ""]
 
 
 class RateController(NamedTuple):
@@ -43,23 +45,28 @@ class RateController(NamedTuple):
 
     Attributes:
       init: `(multiplier=0.0) -> state`.
-      update: `(rate, state) -> (multiplier, state)`; `rate` is ρ̂_hard, one number or one per layer.
+      update: `(rate, state) -> (price, state)`; `rate` is ρ̂_hard, one number or one per layer.
     """
 
     init: Callable[..., RateControllerState]
     update: Callable[[Array, RateControllerState], tuple[Array, RateControllerState]]
 
 
-def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0) -> RateController:
+def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0, damping: float = 0.0) -> RateController:
     """Dual ascent on the mean routing rate: λ ← clip(λ + η (ρ̂_hard - ρ), 0, λ_max).
 
     The rate is averaged over layers, so that layers are free to specialise; one that is not finite leaves λ as it is.
     Pure, for use inside `jit`; no gradient passes.
 
+    Routers follow the price with a delay. λ, which rises by up to η (1 - ρ) but falls by at most η ρ an update, then goes
+    on pushing the rate down long after it has passed its target. With `damping` κ the price is that of an augmented
+    Lagrangian, clip(λ + κ (ρ̂_hard - ρ), 0, λ_max), which vanishes at once where the rate is below target.
+
     Args:
       target: ρ, the rate aimed at, above 0 and at most 1.
       eta: η, step per update.
-      lam_max: largest λ.
+      lam_max: largest λ, and largest price.
+      damping: κ, at least 0; 0 is plain dual ascent.
 
     Returns:
       `init` and `update`; λ starts at 0 unless `init` is given another value in [0, lam_max].
@@ -68,8 +75,8 @@ def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0) -> 
       ValueError: a number out of range.
 
     >>> init, update = rate_controller(0.2)
-    >>> multiplier, state = update(jnp.array([1.0, 0.6]), init())
-    >>> round(float(multiplier), 6)
+    >>> price, state = update(jnp.array([1.0, 0.6]), init())
+    >>> round(float(price), 6)
     0.03
     """
     if not 0 < target <= 1:
@@ -77,17 +84,22 @@ def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0) -> 
     for name, value in (("eta", eta), ("lam_max", lam_max)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"damping must be at least 0 and finite, got {damping}")
 
     def init(multiplier: float = 0.0) -> RateControllerState:
         if not 0 <= multiplier <= lam_max:
             raise ValueError(f"multiplier must be between 0 and lam_max = {lam_max}, got {multiplier}")
-        return RateControllerState(jnp.asarray(multiplier, jnp.float32))
+        multiplier_array = jnp.asarray(multiplier, jnp.float32)
+        return RateControllerState(multiplier_array, multiplier_array)
 
     def update(rate: Array, state: RateControllerState) -> tuple[Array, RateControllerState]:
-        rate = jax.lax.stop_gradient(jnp.mean(jnp.asarray(rate, jnp.float32)))
-        raised = jnp.clip(state.multiplier + eta * (rate - target), 0.0, lam_max)
-        multiplier = jnp.where(jnp.isfinite(rate), raised, state.multiplier)
-        return multiplier, RateControllerState(multiplier)
+        excess = jax.lax.stop_gradient(jnp.mean(jnp.asarray(rate, jnp.float32))) - target
+        raised = jnp.clip(state.multiplier + eta * excess, 0.0, lam_max)
+        price = jnp.clip(raised + damping * excess, 0.0, lam_max)
+        known = jnp.isfinite(excess)
+        new = RateControllerState(jnp.where(known, raised, state.multiplier), jnp.where(known, price, state.price))
+        return new.price, new
 
     return RateController(init, update)
 
@@ -99,7 +111,7 @@ def sparsity_loss(
 
     Args:
       prob_mean: `L2AAux.prob_mean`, of one layer or of all.
-      multiplier: λ, of `rate_controller`; constant for the gradient.
+      multiplier: λ, the price of `rate_controller`; constant for the gradient.
       target: ρ.
 
     Returns:

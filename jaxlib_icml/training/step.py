@@ -99,7 +99,8 @@ def make_train_program(
         raise ValueError(f"accumulation_steps: must be at least 1, got {accumulation_steps}")
     graphdef, _, _ = split_model(abstract_transformer(config))
     has_l2a = config.attention == "l2a"
-    controller = rate_controller(config.l2a.target_rate)
+    l2a = config.l2a
+    controller = rate_controller(l2a.target_rate, l2a.price_step, damping=l2a.price_damping)
 
     def init(key: Array) -> TrainState:
         _, params, rest = split_model(Transformer(config, rngs=nnx.Rngs(params=key)))
@@ -121,7 +122,7 @@ def make_train_program(
         exploration, price = None, jnp.zeros((), jnp.float32)
         if state.routing_control is not None:
             exploration = Exploration(jax.random.fold_in(jax.random.key(seed), state.step), temperature)
-            price = state.routing_control.multiplier
+            price = state.routing_control.price
         grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps, exploration, price)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)

@@ -48,6 +48,7 @@ def gathered_attention(
 
     The routed branch of "Learning When to Attend: Conditional Memory Access for Long-Context LLMs" (arXiv 2603.17484).
 
+    >>> import jax.numpy as jnp
     >>> q = jnp.ones((1, 2, 4, 8)); kv = jnp.arange(6.0)[None, :, None, None] * jnp.ones((1, 6, 2, 8))
     >>> gathered_attention(q, 0 * kv, kv, jnp.array([[2, 5]]))[0, :, 0, 0].tolist()
     [1.0, 2.5]

@@ -51,6 +51,7 @@ def sliding_window_attention(
         outside of the sequence, where their values are known at trace time.
       UnsupportedError: The implementation asked for cannot run this call on this platform.
 
+    >>> import jax.numpy as jnp
     >>> q = jnp.ones((1, 6, 4, 8)); kv = jnp.arange(6.0)[None, :, None, None] * jnp.ones((1, 6, 2, 8))
     >>> sliding_window_attention(q, 0 * kv, kv, window=2)[0, :, 0, 0].tolist()
     [0.0, 0.5, 1.5, 2.5, 3.5, 4.5]

@@ -62,6 +62,38 @@ def test_controller_stays_within_its_bounds():
     assert multipliers == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0, 1.5]
 
 
+def simulate_router(damping, eta, speed, steps=800):
+    """The rate, in plain numbers, of a router whose logit moves at most `speed` an update, against a task's wish."""
+    logit, wish, rates = math.log(9), 0.1, []
+    init, update = rate_controller(TARGET, eta, damping=damping)
+    update, state = jax.jit(update), init()
+    for _ in range(steps):
+        rate = 1 / (1 + math.exp(-logit))
+        rates.append(rate)
+        logit -= speed * min(1.0, max(-1.0, 20 * (float(state.price) - wish)))
+        state = update(jnp.float32(rate), state)[1]
+    return np.array(rates)
+
+
+@pytest.mark.parametrize("speed", [0.02, 0.05])
+def test_damping_keeps_a_router_that_follows_slowly_from_falling_below_its_target(speed):
+    plain, damped = simulate_router(0.0, 0.05, speed), simulate_router(20.0, 0.01, speed)
+    assert plain.min() < 0.5 * TARGET
+    assert damped.min() > 0.8 * TARGET
+    assert abs(damped[-100:].mean() - TARGET) < 0.03
+
+
+def test_damped_price():
+    init, update = rate_controller(TARGET, 0.1, lam_max=3.0, damping=5.0)
+    state = init(1.0)
+    for rate, multiplier, price in ((0.4, 1.02, 2.02), (0.0, 1.0, 0.0), (1.0, 1.08, 3.0)):
+        given, state = update(jnp.float32(rate), state)
+        assert float(state.multiplier) == pytest.approx(multiplier)
+        assert float(given) == float(state.price) == pytest.approx(price)
+    with pytest.raises(ValueError, match=r"^damping must"):
+        rate_controller(0.2, damping=-1.0)
+
+
 def test_controller_averages_layers_and_passes_no_gradient():
     init, update = rate_controller(TARGET)
     rates = jnp.array([0.9, 0.1, 0.5])
