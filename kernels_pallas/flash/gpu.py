@@ -58,6 +58,11 @@ class Rule(NamedTuple):
     """Ids of rows and keys are given, and must be equal."""
 
 
+def two_masks(rule: Rule) -> bool:
+    """Whether there is a mask of windows and one of segments, beside the causal one."""
+    return rule.window is not None and rule.segmented
+
+
 class Places(NamedTuple):
     """Where rows stand: positions (-1 sees nothing) and ids, None where the rule has none."""
 

@@ -39,16 +39,17 @@ class BackwardConfig(NamedTuple):
         return 2 * dim * 2 * (OWNED + ring) + gpu.SMEM_RESERVED
 
 
-def candidates(dim: int) -> list[BackwardConfig]:
-    """All that fit shared memory, and registers without spills."""
-    configs = itertools.product((64, 128), (64, 128) if dim == 64 else (64,), (2, 3, 4), (2, 3, 4))
-    found = [BackwardConfig(*config) for config in configs]
+def candidates(dim: int, two_masks: bool = False) -> list[BackwardConfig]:
+    """All that fit shared memory, and registers without spills; `two_masks` for windows of segments."""
+    rows = (64, 128) if dim == 64 else (64,)
+    stages_dkv = (2,) if two_masks and dim == 128 else (2, 3, 4)
+    found = itertools.starmap(BackwardConfig, itertools.product((64, 128), rows, (2, 3, 4), stages_dkv))
     return [config for config in found if config.smem_bytes(dim) <= gpu.SMEM_BYTES]
 
 
-def heuristic(dim: int) -> BackwardConfig:
+def heuristic(dim: int, two_masks: bool = False) -> BackwardConfig:
     """The largest blocks, then the most stages."""
-    return max(candidates(dim))
+    return max(candidates(dim, two_masks))
 
 
 def gradients(
@@ -253,7 +254,7 @@ def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
 
 def _overlaps(rule):
     """Whether weights are computed while the next product is under way; two masks leave too few registers for that."""
-    return rule.window is None or not rule.segmented
+    return not gpu.two_masks(rule)
 
 
 def _count(scratch, warpgroup, size):

@@ -85,7 +85,9 @@ def backward(
     """See `flash.rules`; `interpret` as in `plgpu.kernel`."""
     if config is None:
         found = autotune.lookup(operation, "pallas_gpu.backward", tuning_key(rule, query, key))
-        config = gpu_backward.heuristic(query.shape[3]) if found is None else BackwardConfig(**found)
+        config = (
+            gpu_backward.heuristic(query.shape[3], gpu.two_masks(rule)) if found is None else BackwardConfig(**found)
+        )
     _check(config, query.shape[3])
     rows, seq = query.shape[1], key.shape[1]
     delta = jnp.einsum("bthd,bthd->bht", out, grad_out, preferred_element_type=jnp.float32)
@@ -134,4 +136,4 @@ def forward_candidates(key: Mapping[str, Any]) -> list[ForwardConfig]:
 
 def backward_candidates(key: Mapping[str, Any]) -> list[BackwardConfig]:
     """The same for the backward pass."""
-    return gpu_backward.candidates(key["dim"])
+    return gpu_backward.candidates(key["dim"], key["window"] is not None and key["segmented"])

@@ -177,11 +177,12 @@ def test_packed_sequences_skip_other_sequences():
     assert gpu.Plan(*plan[0, 3]).edges(2, of_rows=False) == {"causal": False, "window": False, "segments": False}
 
 
+@pytest.mark.parametrize("two_masks", [False, True])
 @pytest.mark.parametrize("dim", HEAD_SIZES)
-def test_every_candidate_fits_shared_memory(dim):
-    forward, backward = gpu_forward.candidates(dim), gpu_backward.candidates(dim)
+def test_every_candidate_fits_shared_memory(dim, two_masks):
+    forward, backward = gpu_forward.candidates(dim), gpu_backward.candidates(dim, two_masks)
     assert gpu_forward.heuristic(dim) in forward
-    assert gpu_backward.heuristic(dim) in backward
+    assert gpu_backward.heuristic(dim, two_masks) in backward
     assert all(config.smem_bytes(dim) <= 232_448 for config in (*forward, *backward))
     assert len(set(forward)) == len(forward) > 1
     assert len(set(backward)) == len(backward) > 1
@@ -341,7 +342,8 @@ def test_machine_code(case, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     assert compiled(case, "h100").as_text().count('custom_call_target="mosaic_gpu') == 3
     found = {name.rsplit("_", 1)[0]: code for name, code in ptx.kernels(tmp_path).items()}
-    forward, backward = gpu_forward.heuristic(case.dim), gpu_backward.heuristic(case.dim)
+    two_masks = case.kind == "window" and case.segmented
+    forward, backward = gpu_forward.heuristic(case.dim), gpu_backward.heuristic(case.dim, two_masks)
     # Instructions are 64 rows high, as wide as the block, and take 16 of the sum; a loop's body is there once.
     of_dim = case.dim // 16
     expected = {
@@ -382,7 +384,7 @@ def test_candidates_spill_nothing(dim, tmp_path, monkeypatch):
     for config in {c.block_keys: c for c in gpu_forward.candidates(dim)}.values():
         function = functools.partial(module.forward, config=config, **case.statics)
         aot.compile_for("h200", lambda q, k, v, ids, f=function: f(q, k, v, ids, None), q, k, v, ids)
-    for config in {c[:2]: c for c in gpu_backward.candidates(dim)}.values():
+    for config in {c[:2]: c for c in gpu_backward.candidates(dim, two_masks=True)}.values():
         function = functools.partial(module.backward, config=config, **case.statics)
         aot.compile_for("h200", lambda *a, f=function: f(*a[:4], None, *a[4:]), q, k, v, ids, q, lse, g)
     codes = ptx.kernels(tmp_path)
