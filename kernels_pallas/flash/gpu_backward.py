@@ -245,7 +245,7 @@ def _dq_kernel(inputs, dq, scratch, *, rule, scale, config, interpret):
             plgpu.barrier_arrive(scratch.free[0].at[slot])
             return acc
 
-        zeros = plgpu.layout_cast(jnp.zeros((OF_WARPGROUP, inputs.query.shape[3])), WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros((OF_WARPGROUP, inputs.query.shape[3]), jnp.float32), WGMMA)
         queries[...] = (scale * lax.fori_loop(0, plan.steps, visit, zeros)).astype(dq.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(queries, dq.at[batch, rows, head])
@@ -373,7 +373,7 @@ def _dkv_kernel(inputs, dk, dv, scratch, *, rule, scale, config, interpret):
             plgpu.barrier_arrive(scratch.free[0].at[slot])
             return dk_acc, dv_acc
 
-        zeros = plgpu.layout_cast(jnp.zeros((OF_WARPGROUP, inputs.key.shape[3])), WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros((OF_WARPGROUP, inputs.key.shape[3]), jnp.float32), WGMMA)
         dk_acc, dv_acc = lax.fori_loop(0, steps, visit, (zeros, zeros))
         keys[...] = (scale * dk_acc).astype(dk.dtype)
         values[...] = dv_acc.astype(dv.dtype)

@@ -217,9 +217,9 @@ def _attend_rows(inputs, out, lse, scratch, plan, rule, scale, config, interpret
 
     pl.when(warpgroup == 1)(meet)  # half a step behind
     carry = (
-        plgpu.layout_cast(jnp.zeros(ROWS_OF_WARPGROUP), ROWS),
+        plgpu.layout_cast(jnp.zeros(ROWS_OF_WARPGROUP, jnp.float32), ROWS),
         plgpu.layout_cast(jnp.full(ROWS_OF_WARPGROUP, 0.5 * masked * factor, jnp.float32), ROWS),
-        plgpu.layout_cast(jnp.zeros((ROWS_OF_WARPGROUP, dim)), WGMMA),
+        plgpu.layout_cast(jnp.zeros((ROWS_OF_WARPGROUP, dim), jnp.float32), WGMMA),
     )
     total, largest, acc = lax.fori_loop(0, plan.steps, visit, carry)
     pl.when(warpgroup == 0)(meet)

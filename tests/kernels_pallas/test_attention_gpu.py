@@ -402,6 +402,20 @@ def test_none_compiles_to_the_kernels_except_for_float32(kind, chip):
     assert "mosaic_gpu" not in compiled(case, chip, jnp.float32).as_text()
 
 
+@pytest.mark.aot
+def test_kernels_compile_with_64_bit_types_switched_on():
+    q, k = (jax.ShapeDtypeStruct((1, 200, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    module = dispatch.module("gathered_attention", "pallas_gpu")
+
+    def run(q, k, positions):
+        out, lse = module.forward(q, k, k, positions, positions, scale=0.1)
+        return module.backward(q, k, k, positions, positions, out, lse, q, scale=0.1)
+
+    with jax.enable_x64(True):
+        text = aot.compile_for("h100", run, q, k, jax.ShapeDtypeStruct((1, 200), jnp.int64)).as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 3
+
+
 # On a GPU, in one command: JAX_PLATFORMS=cuda pytest -m gpu tests/kernels_pallas/test_attention_gpu.py
 
 GPU_CASES = [
