@@ -91,6 +91,8 @@ class Spec:
       passes: The kernel calls of "pallas_tpu" or "pallas_gpu"; none where the kernels do not take this case.
       operands: The arrays as the forward kernel takes them. A backward kernel takes those, then what the forward kernel
         gives, then the cotangent of the output.
+      estimates: Whether cycle estimates can choose between block sizes: not where loops depend on values that are only
+        known when the program runs.
       small: Whether it is for tests of values; else for reports, benchmarks and tuning.
       peers: Other people's functions of the same arrays that compute the same, by name; made when asked for.
     """
@@ -104,6 +106,7 @@ class Spec:
     gradients: tuple[int, ...]
     passes: Callable[[str], tuple[Pass, ...]]
     operands: Callable[..., tuple[Any, ...]] = lambda *arrays: arrays
+    estimates: bool = True
     small: bool = False
     peers: Callable[[], Mapping[str, Callable[..., Array]]] = dict
 

@@ -1,7 +1,9 @@
 """Finds block sizes: every candidate of a kernel, by the compiler's estimate without a chip or by the clock on one.
 
 Static tuning takes the cycles that the TPU compiler estimates (`static_report` says what they leave out); there is no
-such thing for GPUs. Measured tuning needs the chip.
+such thing for GPUs. Measured tuning needs the chip, and is all there is where `Spec.estimates` is false: for gathered
+attention the compiler takes the number of blocks for what suits one candidate, and estimates less than its
+multiplications alone would take.
 """
 
 import functools
@@ -37,7 +39,8 @@ def tune(
       on_result: Called with a line about every candidate.
 
     Returns:
-      One entry for every kernel with block sizes; none if there is no such kernel.
+      One entry for every kernel with block sizes; none if there is no such kernel, or where static estimates do not
+      tell.
 
     Raises:
       ValueError: An unknown chip or method, static tuning for a GPU, measuring on a chip that is not there.
@@ -46,6 +49,10 @@ def tune(
     """
     check(chip, method)
     method = method or ("measured" if chips.present() == chip else "static")
+    if method == "static" and not spec.estimates:
+        if on_result is not None:
+            on_result(f"{spec.operation} [{spec.name}]: left out, it has to be measured")
+        return TuningResult(chip, method, ())
     measure = _measured if method == "measured" else _static
     entries = []
     for kernel in spec.passes("pallas_tpu" if chips.CHIPS[chip].is_tpu else "pallas_gpu"):

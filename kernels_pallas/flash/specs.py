@@ -30,6 +30,7 @@ def attention_spec(
     question: Mapping[str, Any],
     pairs: int,
     about: str = "",
+    estimates: bool = True,
     small: bool = False,
     peers: Callable[[], Mapping[str, Callable[..., Array]]] = dict,
 ) -> Spec:
@@ -50,6 +51,7 @@ def attention_spec(
       question: What their `unsupported` takes by keyword.
       pairs: Pairs (row, key) that see each other, in one head of one batch element.
       about: What else belongs in the name.
+      estimates: As in `Spec`.
       small: As in `Spec`.
       peers: As in `Spec`.
 
@@ -101,6 +103,7 @@ def attention_spec(
         shapes=shapes,
         gradients=(0, 1, 2),
         passes=passes,
+        estimates=estimates,
         small=small,
         peers=peers,
     )

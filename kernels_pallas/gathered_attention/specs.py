@@ -65,6 +65,7 @@ def case(
         # Spread evenly, a row sees half of the keys.
         pairs=(rows - filling) * (seq + 1) // 2,
         about=about.strip(),
+        estimates=False,
         small=small,
         peers=peers,
     )

@@ -354,6 +354,14 @@ def test_measured_tuning_takes_the_quickest_that_runs(monkeypatch):
     assert any("block=256 block_k=128: no: does not fit" in line for line in lines)
 
 
+def test_cases_that_estimates_cannot_judge_are_left_out(monkeypatch):
+    monkeypatch.setattr(aot, "missing", lambda chip: None)
+    spec = next(s for s in specs("gathered_attention") if not s.small)
+    lines = []
+    assert tuner.tune(spec, "v5e", on_result=lines.append) == TuningResult("v5e", "static", ())
+    assert lines == [f"gathered_attention [{spec.name}]: left out, it has to be measured"]
+
+
 # What every implementation must do.
 
 SPECS = [spec for operation in operations() for spec in specs(operation)]
