@@ -102,7 +102,7 @@ def forward(
             jax.lax.dynamic_update_slice(buffers[1], lse.reshape(seq, group).T[None], (b, g * group, 0)),
         )
 
-    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, seq))), like=query)
+    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, seq), jnp.float32)), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 

@@ -119,7 +119,7 @@ def forward(
             jax.lax.dynamic_update_slice(buffers[1], lse.reshape(rows, -1).T[None], (b, g * shape.group, 0)),
         )
 
-    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, rows))), like=query)
+    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, rows), jnp.float32)), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 
@@ -149,7 +149,9 @@ def _forward_head(
             return new_largest, total, out * shrink[:, None] + weights @ values
 
         rows = queries.shape[0]
-        carry = same_varying((jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros_like(queries)), like=q)
+        carry = same_varying(
+            (jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros_like(queries)), like=q
+        )
         largest, total, out = jax.lax.fori_loop(0, places.chunks[i], visit, carry)
         some = largest > 0.5 * MASKED  # else the sums are those of masked scores
         total = jnp.where(some, total, 1.0)

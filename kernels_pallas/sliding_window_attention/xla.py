@@ -178,7 +178,7 @@ def forward(
             jax.lax.dynamic_update_slice(buffers[1], lse.reshape(rows, -1).T[None], (b, g * shape.group, 0)),
         )
 
-    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, rows))), like=query)
+    buffers = same_varying((jnp.zeros_like(query), jnp.zeros((batch, heads, rows), jnp.float32)), like=query)
     return jax.lax.fori_loop(0, batch * kv_heads, one_head, buffers)
 
 

@@ -132,6 +132,16 @@ def test_sixteen_bits(dtype):
     assert_matches(got, formulas(*inputs, both_visible(idx, 150, 150, 20)), 2e-2, 2e-2)
 
 
+def test_sixty_four_bit_types_switched_on():
+    with jax.enable_x64(True):
+        inputs, idx = make_inputs(40, 40, 2, 1, 16), jnp.array([[3, 9, 40]])
+        ids = jnp.ones((1, 40), jnp.int64)
+        attend = partial(token_conditional_attention, idx, window=5, sinks=1, segment_ids=ids)
+        got = value_and_grads(attend)(*inputs)
+        assert all(x.dtype == jnp.float32 for x in got)
+        assert_matches(got, formulas(*inputs, both_visible(idx, 40, 40, 5, 1)))
+
+
 def test_large_scores_stay_finite():
     q, k, v, g = make_inputs(60, 150, 2, 1, 32)
     inputs, positions = (100.0 * q, 10.0 * k, v, g), random_rows(1, 150, 60)
