@@ -72,7 +72,7 @@ WINDOWS = (
     (385, 2, 2, 80, 200, 5, False, FUSED),
     (300, 8, 1, 64, 40, 0, True, FUSED),
     (385, 2, 1, 128, 129, 130, False, STEPPED),
-    (270, 2, 2, 64, 300, 0, True, STEPPED),
+    pytest.param(270, 2, 2, 64, 300, 0, True, STEPPED, marks=pytest.mark.slow),
     (1, 2, 1, 80, 1, 0, False, (None, None)),
     (200, 2, 2, 64, 1, 3, False, (None, None)),
 )
@@ -90,8 +90,15 @@ def test_window(rows, heads, kv_heads, dim, size, sinks, segmented, configs):
     assert np.abs(np.asarray(got[1])[~nothing]).max() < 100
 
 
-@pytest.mark.parametrize("configs", [STEPPED, (None, None)], ids=["blocks", "heuristic"])
-@pytest.mark.parametrize("segmented", [False, True], ids=["one", "segments"])
+@pytest.mark.parametrize(
+    ("segmented", "configs"),
+    [
+        (False, STEPPED),
+        (True, (None, None)),
+        pytest.param(True, STEPPED, marks=pytest.mark.slow),
+        pytest.param(False, (None, None), marks=pytest.mark.slow),
+    ],
+)
 def test_causal(segmented, configs):
     inputs = make_inputs(300, 300, 4, 2, 64)
     ids = random_segments(1, 300) if segmented else None
@@ -139,6 +146,7 @@ def test_bfloat16(operation):
     check(got, want, (2e-2, 2e-2))
 
 
+@pytest.mark.slow
 def test_large_scores_stay_finite():
     q, k, v, g = make_inputs(200, 200, 2, 1, 64)
     inputs = (100.0 * q, 10.0 * k, v, g)
