@@ -46,7 +46,7 @@ def select(
       UnsupportedError: None of the names asked for can run this call here.
     """
     if implementation is None:
-        found = {platform: module(operation, name) for name, (_, platform) in KERNELS.items() if _may_compile(name)}
+        found = {platform: module(operation, name) for name, (_, platform) in KERNELS.items() if may_compile(name)}
         return {
             platform: kernels
             for platform, kernels in found.items()
@@ -85,7 +85,8 @@ def for_every_platform() -> Iterator[None]:
 _EVERY_PLATFORM: contextvars.ContextVar[bool] = contextvars.ContextVar("every_platform", default=False)
 
 
-def _may_compile(name: str) -> bool:
+def may_compile(name: str) -> bool:
+    """Whether programs that are traced now may be compiled for the platform of these kernels."""
     return jax.default_backend() == KERNELS[name][0] or _EVERY_PLATFORM.get() or _compiler_installed(name)
 
 

@@ -35,8 +35,8 @@ def causal_attention(
       segment_ids: Integers of shape (batch, seq); attention only where ids are equal. None: one segment.
       scale: Factor on the scores; None is 1 / sqrt(dim).
       implementation: A name, a sequence of names to try in order, or None: cuDNN where this machine's GPU has it for
-        these inputs, else the kernel of the platform that the program is compiled for (on TPUs JAX's own splash
-        attention), "xla" where there is none.
+        these inputs, else the kernel of the platform that the program is compiled for, "xla" where there is none and
+        in programs that `jit` partitions over several TPUs (where `jax.shard_map` and explicit sharding keep kernels).
 
     Returns:
       Shape (batch, seq, heads, dim), dtype of `query`.

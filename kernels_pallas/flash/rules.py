@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from kernels_pallas import _compat, dispatch
 from kernels_pallas.flash.sharding import partitioned
+from kernels_pallas.flash.tpu_export import unless_partitioned
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of a key out of sight: finite, so that a row of nothing else has no NaN."""
@@ -143,6 +144,8 @@ def _by_platform(default: Callable, kernels: tuple[tuple[str, Callable], ...]) -
             return of_arrays
 
         branches: dict[str, Any] = {platform: bound(function) for platform, function in kernels}
+        if "tpu" in branches:  # XLA cannot partition a kernel
+            branches["tpu"] = functools.partial(unless_partitioned, branches["tpu"], bound(default))
         return jax.lax.platform_dependent(*(args[i] for i in given), default=bound(default), **branches)
 
     return call

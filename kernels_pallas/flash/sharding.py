@@ -9,6 +9,8 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jaxtyping import Array
 
+from kernels_pallas import dispatch
+
 
 def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[str]) -> Callable:
     """`operation`, run by every device on its own batch elements and heads.
@@ -46,7 +48,10 @@ def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[
         query, key = (jax.typeof(x).sharding for x in arrays[:2])
         explicit = _explicit_axes(query.mesh)
         if not explicit:
-            return wrapped(*arrays)
+            if not dispatch.may_compile("pallas_tpu"):
+                return wrapped(*arrays)
+            # TPUs do not compile custom partitioning (jax-ml/jax#38196): XLA partitions the loops there as it can.
+            return jax.lax.platform_dependent(*arrays, tpu=operation, default=wrapped)
         heads = key.spec[2] if key.spec[2] == query.spec[2] else None
         split = {"b": query.spec[0], "h": heads, "g": heads}
         specs = [jax.sharding.PartitionSpec(*map(split.get, dims)) for dims in (*operands, *results)]

@@ -90,8 +90,10 @@ class _Block(NamedTuple):
 
 
 def _block(shape: _Shape, places: _Places, first: Any) -> _Block:
-    cut = lambda x: None if x is None else rows_of(x, first, shape.size, shape.group)  # noqa: E731
-    return _Block(cut(places.positions), cut(places.row_ids), places.key_ids)
+    positions, row_ids = places.positions, places.row_ids
+    if row_ids is not None:
+        row_ids = rows_of(row_ids, first, shape.size, shape.group)
+    return _Block(rows_of(positions, first, shape.size, shape.group), row_ids, places.key_ids)
 
 
 def forward(

@@ -103,22 +103,22 @@ class _Sinks(NamedTuple):
     """Sinks of the rows of a block: the same for all, (sinks, dim), or of each its own, (size, sinks, dim)."""
 
     visible: Bool[Array, "rows sinks"]
-    index: Int[Array, "size sinks"] | None
-    count: int
+    own: Int[Array, "size sinks"] | None
+    number: int
     group: int
 
     def take(self, x: Float[Array, "seq dim"]) -> Float[Array, "*size sinks dim"]:
-        return x[: self.count] if self.index is None else jnp.take(x, self.index, axis=0, mode="clip")
+        return x[: self.number] if self.own is None else jnp.take(x, self.own, axis=0, mode="clip")
 
     def products(self, rows: Float[Array, "rows dim"], sinks: Array) -> Float[Array, "rows sinks"]:
         """Of every row with its sinks."""
-        if self.index is None:
+        if self.own is None:
             return rows @ sinks.T
-        return jnp.einsum("tgd,tsd->tgs", self._grouped(rows), sinks).reshape(-1, self.count)
+        return jnp.einsum("tgd,tsd->tgs", self._grouped(rows), sinks).reshape(-1, self.number)
 
     def sums(self, weights: Float[Array, "rows sinks"], sinks: Array) -> Float[Array, "rows dim"]:
         """The weighted sum of its sinks for every row."""
-        if self.index is None:
+        if self.own is None:
             return weights @ sinks
         return jnp.einsum("tgs,tsd->tgd", self._grouped(weights), sinks).reshape(-1, sinks.shape[-1])
 
@@ -126,10 +126,10 @@ class _Sinks(NamedTuple):
         self, total: Float[Array, "seq dim"], weights: Float[Array, "rows sinks"], rows: Float[Array, "rows dim"]
     ) -> Float[Array, "seq dim"]:
         """`total` plus, at every sink, the weighted sum of the rows that see it."""
-        if self.index is None:
+        if self.own is None:
             return add_rows(total, 0, jnp.einsum("rs,rd->sd", weights, rows))
         added = jnp.einsum("tgs,tgd->tsd", self._grouped(weights), self._grouped(rows))
-        return total.at[self.index].add(added, mode="drop")
+        return total.at[self.own].add(added, mode="drop")
 
     def _grouped(self, x: Array) -> Array:
         return x.reshape(-1, self.group, x.shape[-1])

@@ -23,7 +23,7 @@ from kernels_pallas import (
     testing,
 )
 from kernels_pallas.causal_attention import pallas_tpu as causal
-from kernels_pallas.flash import gpu, tpu_configs, tpu_forward
+from kernels_pallas.flash import tpu_configs, tpu_forward
 from kernels_pallas.flash.rules import NOTHING
 from kernels_pallas.flash.tpu_blocks import Gathered
 from kernels_pallas.flash.tpu_configs import BackwardConfig, Case, ForwardConfig
@@ -394,9 +394,7 @@ def test_long_sequences_compile(rows, dtype, size, sinks):
 @pytest.mark.aot
 @pytest.mark.parametrize("spec", [P("x", None, None, None), P(None, None, "x", None)], ids=["batch", "heads"])
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
-def test_kernels_on_a_mesh(kind, spec, monkeypatch):
-    # Kernels for one platform in the program: those of GPUs declare no mesh axes.
-    monkeypatch.setattr(gpu, "unsupported", lambda *args: "not in this test")
+def test_kernels_on_a_mesh(kind, spec):
     axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = Mesh(aot.make_mesh("v5e", (4,), ("x",)).devices, ("x",), axis_types=(axis,))
     x = jax.ShapeDtypeStruct((4, 256, 4, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -408,6 +406,14 @@ def test_kernels_on_a_mesh(kind, spec, monkeypatch):
     assert text.count('custom_call_target="tpu_custom_call"') == 3
     assert "all-gather" not in text
     assert "bf16[1,4,256,128]" in text if spec[0] else "bf16[4,1,256,128]" in text
+
+
+@pytest.mark.aot
+def test_programs_that_xla_partitions_have_no_kernels():
+    mesh = aot.make_mesh("v5e", (4,), ("x",))
+    x = jax.ShapeDtypeStruct((4, 256, 4, 128), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    function = gradients(functools.partial(sliding_window_attention, window=64))
+    assert "tpu_custom_call" not in jax.jit(function).lower(x, x, x).compile().as_text()
 
 
 @pytest.mark.aot
