@@ -223,6 +223,8 @@ def _train(args: list[str]) -> int:
     from jaxlib_icml.training.progress import make_reporter
 
     args = [f"--model.{arg[2:]}" if arg.partition("=")[0] == "--attention" else arg for arg in args]
+    if {"-h", "--help"} & set(args):
+        print("--attention KIND is short for --model.attention KIND.\n")
     default, args = _train_defaults(args)
     config = _parse(TrainConfig, args, "icml train", default)
     try:

@@ -159,7 +159,7 @@ class LMConfig:
             raise ValueError("sliding_window: attention = l2a has a window of its own, l2a.window")
         if self.pruned_layers and (self.attention != "l2a" or self.scan_layers):
             raise ValueError("pruned_layers: needs attention = l2a, and layers that are not scanned")
-        if not set(self.pruned_layers) <= set(range(self.num_layers)):
+        if not all(0 <= layer < self.num_layers for layer in self.pruned_layers):
             raise ValueError(f"pruned_layers: must be layers below {self.num_layers}, got {self.pruned_layers}")
         if self.num_experts and self.mlp_bias:
             raise ValueError("mlp_bias: experts have no biases")

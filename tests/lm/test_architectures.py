@@ -12,7 +12,16 @@ from jaxlib_icml.lm import LMConfig, Transformer, abstract_transformer
 from jaxlib_icml.nn import RopeScaling, rotary_angles
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}, {"scan_layers": True}, {"positions": "learned"}, {"attention": "l2a", "pruned_layers": (1,)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_experts": 4},
+        {"scan_layers": True},
+        {"positions": "learned"},
+        {"attention": "l2a", "pruned_layers": (1,)},
+    ],
+)
 def test_the_abstract_model_is_the_real_one_without_arrays(changes):
     config = LMConfig(width=32, num_layers=3, num_heads=2, **changes)
     real, abstract = nnx.split(Transformer(config, rngs=nnx.Rngs(0))), nnx.split(abstract_transformer(config))
