@@ -17,7 +17,6 @@ every best rate are (non-finite ones are counted), and in `fp16` the loss scale 
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -254,7 +253,7 @@ def run(context: Context) -> Outcome:
 
     arms = [arm for arm in budget.arms if arm in ARMS_OF_PAPER]
     float32, float4 = byte_lm.byte_model(config), byte_lm.byte_model(config, quantize_layers)
-    float16 = byte_lm.byte_model(HalfPrecision(**asdict(config)))
+    float16 = byte_lm.byte_model(HalfPrecision(**vars(config)))
     trainers = _trainers(float32, budget.arms)
     plain = _numbers(budget)
     rates, half_rates = ([(rate, plain) for rate in grid] for grid in (budget.grid, budget.half_grid))

@@ -58,8 +58,8 @@ def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0, dam
     The rate is averaged over layers, so that layers are free to specialise; one that is not finite leaves λ as it is.
     Pure, for use inside `jit`; no gradient passes.
 
-    Routers follow the price with a delay. λ, which rises by up to η (1 - ρ) but falls by at most η ρ an update, then goes
-    on pushing the rate down long after it has passed its target. With `damping` κ the price is that of an augmented
+    Routers follow the price with a delay. λ rises by up to η (1 - ρ) but falls by at most η ρ an update, so it goes on
+    pushing the rate down long after it has passed its target. With `damping` κ the price is that of an augmented
     Lagrangian, clip(λ + κ (ρ̂_hard - ρ), 0, λ_max), which vanishes at once where the rate is below target.
 
     Args:

@@ -1,6 +1,5 @@
 """The arms and the measurements of the GradientStabilizer experiment."""
 
-from dataclasses import asdict
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +131,7 @@ def test_quantized_model_trains_all_its_matrices():
 def test_half_precision_computes_in_float16_and_keeps_float32_weights():
     from jaxlib_icml.lm import Transformer
 
-    model = Transformer(experiment.HalfPrecision(**asdict(byte_lm.SMOKE_MODEL)), rngs=nnx.Rngs(0))
+    model = Transformer(experiment.HalfPrecision(**vars(byte_lm.SMOKE_MODEL)), rngs=nnx.Rngs(0))
     hidden = nnx.jit(lambda m, tokens: m(tokens).hidden)(model, jnp.zeros((1, 4), jnp.int32))
     assert hidden.dtype == jnp.float16
     assert {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
