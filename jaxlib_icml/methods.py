@@ -33,8 +33,9 @@ METHODS: tuple[Method, ...] = (
         import_path="jaxlib_icml.attention.L2AAttention",
         paper="Learning When to Attend: Conditional Memory Access for Long-Context LLMs",
         arxiv="2603.17484",
-        experiment="",
-        status="layer, conversion, decoding, controller of the rate, pruning; no reproduction yet",
+        experiment="attention/l2a",
+        status="layer, conversion, training, decoding and pruning, in the language model too; its experiment is "
+        "written, not yet run at laptop scale",
     ),
     Method(
         name="moe/layers",

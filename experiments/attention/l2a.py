@@ -189,7 +189,7 @@ def _evaluate(program: _Program, params: nnx.State, text: Text, budget: _Budget,
     result: dict[str, Any] = {
         "nats": float(np.mean(nats)),
         "recall": float(correct.mean()),
-        "recall far back": float(correct[distant].mean()),
+        "recall far back": float(correct[distant].mean()) if distant.any() else float("nan"),
     }
     if arm.config.attention == "l2a":
         mask, asked_for = np.concatenate(routed, axis=1), np.concatenate(answers)

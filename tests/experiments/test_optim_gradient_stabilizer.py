@@ -1,6 +1,5 @@
 """The arms and the measurements of the GradientStabilizer experiment."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
