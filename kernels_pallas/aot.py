@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from kernels_pallas import autotune
+from kernels_pallas import autotune, chips
 
 # Read by the plugins when JAX first looks for devices; none of them matters on a machine with the chip.
 for _name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
@@ -26,10 +26,10 @@ for _name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_SKIP_MDS_QUERY", "ALLOW_MU
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """The smallest topology of every TPU generation."""
 
-# Device name, memory (bytes), bandwidth (bytes/s), second-level cache (bytes): the vendor's data sheets.
+# Device name, memory and second-level cache (bytes): the vendor's data sheets.
 _HOPPERS = {
-    "h100": ("NVIDIA H100 80GB HBM3", 85_000_000_000, 3_350_000_000_000, 52_428_800),
-    "h200": ("NVIDIA H200", 150_000_000_000, 4_800_000_000_000, 62_914_560),
+    "h100": ("NVIDIA H100 80GB HBM3", 85_000_000_000, 52_428_800),
+    "h200": ("NVIDIA H200", 150_000_000_000, 62_914_560),
 }
 
 CHIPS = (*TPUS, *_HOPPERS)
@@ -126,7 +126,7 @@ def _check(chip: str) -> None:
 
 def _hopper_config(chip: str) -> str:
     """The chip as XLA's `GpuTargetConfigProto`, in text form."""
-    name, memory, bandwidth, cache = _HOPPERS[chip]
+    name, memory, cache = _HOPPERS[chip]
     info = {
         "threads_per_block_limit": 1024,
         "threads_per_warp": 32,
@@ -141,7 +141,7 @@ def _hopper_config(chip: str) -> str:
         "block_dim_limit_z": 65535,
         "registers_per_core_limit": 65536,
         "registers_per_block_limit": 65536,
-        "memory_bandwidth": bandwidth,
+        "memory_bandwidth": int(chips.CHIPS[chip].bandwidth),
         "l2_cache_size": cache,
         "clock_rate_ghz": 1.98,
         "device_memory_size": memory,

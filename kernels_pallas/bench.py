@@ -84,7 +84,7 @@ def bench(
     rows: list[tuple[str, ...]] = []
     data, notes = [], []
     for spec in cases:
-        for gradient in (False, True):
+        for gradient in (False, True) if spec.gradients else (False,):
             if clock() > deadline:
                 notes.append(f"Out of time before {spec.operation} [{spec.name}].")
                 break
@@ -198,4 +198,4 @@ def _timed(
         else:
             quick[name] = run
     seconds = interleaved(quick, rounds=rounds) if quick else {}
-    return seconds | {name: [once] * rounds for name, once in slow.items()}, failures
+    return seconds | {name: [once] for name, once in slow.items()}, failures

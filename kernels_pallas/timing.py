@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -70,7 +70,7 @@ def interleaved(
     return seconds
 
 
-def ratio(of: list[float], over: list[float]) -> Ratio:
+def ratio(of: Sequence[float], over: Sequence[float]) -> Ratio:
     """of / over, formed within each round.
 
     >>> ratio([1.0, 2.0, 1.0], [2.0, 4.0, 4.0]).median

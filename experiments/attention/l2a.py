@@ -18,7 +18,7 @@ from flax import nnx
 from experiments.attention.recall import Batch, Text, load_text, make_batch, make_questions
 from experiments.context import Context
 from experiments.protocol import Claim, Experiment, Outcome, at_least, at_most
-from jaxlib_icml.attention import L2AConfig, rate_controller, sparsity_loss
+from jaxlib_icml.attention import L2AConfig, rate_controller, routing_temperature, sparsity_loss
 from jaxlib_icml.attention.l2a_pruning import prune_layers
 from jaxlib_icml.lm import (
     Edit,
@@ -34,9 +34,7 @@ from jaxlib_icml.training.optimizers import learning_rate_at, make_optimizer
 
 TUNING_SEED = 1000
 RATE = 0.2  # of tokens with global attention
-_ANNEALED = 0.2
 _EPS = (0.0, 0.01, 0.02, 0.05)
-_FAR_BACK = 64  # answers nearer than a window need no global attention
 
 
 class _Budget(NamedTuple):
@@ -157,11 +155,11 @@ def _train(
     batch, seq, steps = size
     program = _program(arm, optimizer)
     state = make_optimizer(optimizer)(0.0).init(params)
-    routing, curve = rate_controller(RATE).init(), []
+    routing, curve, exploration = rate_controller(RATE).init(), [], routing_temperature(steps)
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     for i in range(steps):
         data = _arrays(make_batch(rng, text.train, batch, seq, pairs=max(1, seq // 128), planted=batch // 2))
-        temperature = min(1.0, (1 - i / steps) / _ANNEALED) if arm.routing == "learned" else 0.0
+        temperature = exploration(i) if arm.routing == "learned" else 0.0
         rate = learning_rate_at(optimizer, i, i / steps)
         params, state, routing, figures = program.step(
             params, state, routing, data, jax.random.fold_in(key, i), rate, temperature
@@ -182,7 +180,7 @@ def _evaluate(program: _Program, params: nnx.State, text: Text, budget: _Budget,
         asked, distance = make_questions(rng, text.held_out, budget.long_batch, budget.long)
         _, correct, prob = program.evaluate(params, _arrays(asked), key)
         right.append(np.asarray(correct))
-        far.append(distance > _FAR_BACK)
+        far.append(distance > budget.window)
         routed.append(np.asarray(prob) >= arm.config.l2a.threshold)
         answers.append(asked.answers)
     correct, distant = np.concatenate(right), np.concatenate(far)
@@ -191,7 +189,7 @@ def _evaluate(program: _Program, params: nnx.State, text: Text, budget: _Budget,
         "recall": float(correct.mean()),
         "recall far back": float(correct[distant].mean()) if distant.any() else float("nan"),
     }
-    if arm.config.attention == "l2a":
+    if arm.config.attention == "l2a" and arm.routing != "topk":  # whose tokens all ask, and a fixed share is taken
         mask, asked_for = np.concatenate(routed, axis=1), np.concatenate(answers)
         result |= {
             "rate": float(mask.mean()),
@@ -333,12 +331,10 @@ def plot(figure: Any, data: Mapping[str, Any]) -> None:
     axes = figure.subplots(2, 3)
     for i, (field, label) in enumerate((("nats", "nats per byte"), ("recall", "recall of records"))):
         for name, results in data["results"].items():
-            rate = {"full attention": 1.0, "window": 0.0}.get(name)
+            rate = {"full attention": 1.0, "window": 0.0, "top-k routing": RATE}.get(name)
             x = [r["rate"] if rate is None else rate for r in results]
             if name == "static hybrid":
                 x = [float(np.mean([u > 0.5 for u in r["usage"]])) for r in results]
-            if name == "top-k routing":  # all ask, a fixed share is taken
-                x = [RATE for _ in results]
             axes[0, i].plot(x, [r[field] for r in results], "o", ms=5, color=_COLOURS[name], label=name)
         axes[0, i].set(xlabel="fraction of tokens with global attention", ylabel=label)
     axes[0, 0].legend(frameon=False, fontsize=7)

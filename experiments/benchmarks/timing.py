@@ -15,17 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio with its spread: the median over rounds and the quartiles around it."""
-
-    median: float
-    lower: float
-    upper: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3g} [{self.lower:.3g}, {self.upper:.3g}]"
+from kernels_pallas.timing import Ratio, ratio
 
 
 @dataclass(frozen=True)
@@ -54,9 +44,7 @@ class PairedTimes:
         >>> times.speedup("ours", over="theirs").median
         2.0
         """
-        per_round = np.asarray(self.seconds[over]) / np.asarray(self.seconds[name])
-        lower, median, upper = np.quantile(per_round, (0.25, 0.5, 0.75))
-        return Ratio(float(median), float(lower), float(upper))
+        return ratio(self.seconds[over], self.seconds[name])
 
     def table(self, over: str | None = None) -> str:
         """Returns a printable table: median, quartiles and speed-up of every function over `over`.

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxlib_icml.attention.l2a import Routing, combine_rows
+from jaxlib_icml.nn import masked_attention
 
 __all__ = ["L2ACache", "cache_slots", "decode_attention", "fill_cache", "init_cache"]
-
-_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 class L2ACache(NamedTuple):
@@ -178,7 +177,7 @@ def decode_attention(
         keys, values = (
             jnp.concatenate([old, x.astype(old.dtype)], 1) for old, x in zip(cache[:2], (k, v), strict=True)
         )
-        out = _attend(q, keys, values, near(jnp.concatenate([held, t], axis=1)))
+        out = masked_attention(q, keys, values, near(jnp.concatenate([held, t], axis=1)))
         return out, _write(cache, k, v, sinks)
 
     if routing.mask.shape != q.shape[:2]:
@@ -199,10 +198,10 @@ def decode_attention(
         )
         sink_positions = jnp.broadcast_to(jnp.arange(first), (q.shape[0], first))
         seen = jnp.concatenate([near(sink_positions), seen], axis=2)
-    local = _attend(q, keys, values, seen)
+    local = masked_attention(q, keys, values, seen)
 
     def everything(local: Array) -> Array:
-        wide = _attend(q, cache.keys, cache.values, jnp.arange(slots) <= t[:, :, None])
+        wide = masked_attention(q, cache.keys, cache.values, jnp.arange(slots) <= t[:, :, None])
         rows = combine_rows(local, wide, routing.prob, combine=combine, estimator=estimator)
         return jnp.where(routing.mask[:, :, None, None], rows, local)
 
@@ -234,21 +233,6 @@ def _write(cache: L2ACache, k: Array, v: Array, sinks: int) -> L2ACache:
 
     keys, values = (jax.vmap(put)(old, x.astype(old.dtype), slot) for old, x in zip(cache[:2], (k, v), strict=True))
     return L2ACache(keys, values, cache.lengths + new)
-
-
-def _attend(
-    q: Float[Array, "batch new heads head_dim"],
-    keys: Float[Array, "batch some kv_heads head_dim"],
-    values: Float[Array, "batch some kv_heads head_dim"],
-    seen: Bool[Array, "batch new some"],
-) -> Float[Array, "batch new heads head_dim"]:
-    """Softmax attention of a few rows, scores and sums in float32; every row sees at least itself."""
-    batch, new, _, dim = q.shape
-    grouped = q.reshape(batch, new, keys.shape[2], -1, dim)
-    scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, keys, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores * dim**-0.5, _MASKED), axis=-1)
-    out = jnp.einsum("bgrts,bsgd->btgrd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype).reshape(q.shape)
 
 
 def _check_new(cache: L2ACache, keys: Array, values: Array) -> None:

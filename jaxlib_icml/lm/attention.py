@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxlib_icml.attention.l2a import L2AAux, Routing, capacity_for, l2a_attention, route
 from jaxlib_icml.attention.l2a_cache import L2ACache, decode_attention, fill_cache
@@ -14,7 +13,7 @@ from jaxlib_icml.attention.l2a_layer import L2ARouter
 from jaxlib_icml.lm.cache import LayerCache, append
 from jaxlib_icml.lm.config import LMConfig
 from jaxlib_icml.lm.hooks import Tap
-from jaxlib_icml.nn import apply_rotary, dot_general, fan_in_normal, logical_axes
+from jaxlib_icml.nn import apply_rotary, dot_general, fan_in_normal, logical_axes, masked_attention
 from kernels_pallas import causal_attention, sliding_window_attention
 
 Rotary = tuple[Float[Array, "*b seq half"], Float[Array, "*b seq half"]]
@@ -274,34 +273,3 @@ def _pattern_hook(tap: Tap | None) -> Callable[[Array], Array] | None:
     if tap is None or not tap.wants("attention_pattern"):
         return None
     return lambda pattern: tap("attention_pattern", pattern)
-
-
-def masked_attention(
-    q: Float[Array, "batch seq heads head_dim"],
-    k: Float[Array, "batch slots kv_heads head_dim"],
-    v: Float[Array, "batch slots kv_heads head_dim"],
-    visible: Bool[Array, "batch seq slots"],
-    hook: Callable[[Array], Array] | None = None,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Attention over the slots that each token may see, scores and sums in float32.
-
-    Args:
-      q: queries.
-      k: keys; every one of their heads serves heads / kv_heads query heads.
-      v: values.
-      visible: which slots a token sees, at least one each.
-      hook: called with the weights, (batch, heads, seq, slots); what it returns is used.
-
-    Returns:
-      The heads' outputs.
-    """
-    batch, seq, heads, head_dim = q.shape
-    slots, kv_heads = k.shape[1:3]
-    grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("btgrd,bsgd->bgrts", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    if hook is not None:
-        weights = hook(weights.reshape(batch, heads, seq, slots)).reshape(weights.shape)
-    out = jnp.einsum("bgrts,bsgd->btgrd", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype).reshape(q.shape)

@@ -16,6 +16,7 @@ from jaxlib_icml.lm.config import LMConfig
 from jaxlib_icml.lm.hooks import Edit, Tap, stacked_edits
 from jaxlib_icml.moe import RoutingStats, SparseMoE, update_expert_bias
 from jaxlib_icml.nn import FeedForward, Kernel, contract, logical_axes, rotary_angles
+from kernels_pallas.flash.reference import segment_starts
 
 _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
@@ -191,7 +192,7 @@ class Transformer(nnx.Module):
                 positions = lengths[:, None] + positions
         x, rotary = self.embed(tokens), None
         if self.config.positions == "learned":
-            x = x + self.position_embed(positions if segment_ids is None else _restarted(segment_ids))
+            x = x + self.position_embed(positions if segment_ids is None else positions - segment_starts(segment_ids))
         else:
             # Rotary attention only sees differences of positions, so packed documents need no restart.
             rotary = rotary_angles(
@@ -292,13 +293,6 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch width"]) -> Float[Array, "*batch vocab"]:
         """Float32 logits of hidden states (training uses the chunked loss instead)."""
         return contract(hidden, self.output_kernel()).astype(jnp.float32)
-
-
-def _restarted(segment_ids: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Positions that start from zero with every document of a packed row."""
-    places = jnp.arange(segment_ids.shape[1])
-    begins = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
-    return places - jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
 
 
 def abstract_transformer(config: LMConfig) -> Transformer:

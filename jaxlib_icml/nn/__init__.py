@@ -1,5 +1,6 @@
-"""Shared neural-network pieces: feed-forward blocks, parameters with logical axes, contractions, rotary embeddings."""
+"""Shared pieces: attention, feed-forward blocks, parameters with logical axes, contractions, rotary embeddings."""
 
+from jaxlib_icml.nn.attention import masked_attention
 from jaxlib_icml.nn.feed_forward import ACTIVATIONS, FeedForward, Initializer, Kernel, activate, fan_in_normal
 from jaxlib_icml.nn.linear import contract, dot_general
 from jaxlib_icml.nn.parameters import logical_axes, logical_param
@@ -20,6 +21,7 @@ __all__ = [
     "fan_in_normal",
     "logical_axes",
     "logical_param",
+    "masked_attention",
     "rotary_angles",
     "state_shardings",
 ]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxlib_icml.attention import CAPACITY_RATES, CapacityLadderState, capacity_ladder
+from jaxlib_icml.attention import CAPACITY_RATES, CapacityLadderState, capacity_ladder, routing_temperature
 from jaxlib_icml.lm import LMConfig, Sampling, generate, pad_prompts
 from jaxlib_icml.lm.ngram import WittenBellNGram
 from jaxlib_icml.lm.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer, load_tokenizer
@@ -47,7 +47,6 @@ _NGRAM_ORDERS = (4, 6)
 _NGRAM_MAX_BYTES = 200_000_000
 _MONITOR_BYTES = 60_000
 _SAMPLE_PROMPT_BYTES = 80
-_ANNEALED = 0.2  # the last part of a run, in which L2A's exploration dies away
 
 
 class RunResult(NamedTuple):
@@ -291,7 +290,7 @@ class _Run:
                 batch = self._place(next(self.loader))
                 schedule = [learning_rate_at(config.optimizer, step, fraction)]
                 if state.routing_control is not None:
-                    schedule.append(min(1.0, (1.0 - fraction) / _ANNEALED))
+                    schedule.append(float(_temperature(fraction)))
                 state, step_metrics = program.step(state, batch, *schedule)
                 step += 1
                 record.add(step, fraction, elapsed, step_metrics, _olion_figures(config, step, state))
@@ -382,6 +381,9 @@ class _Run:
         )
         rows = zip(prompts, np.asarray(out.tokens), np.asarray(out.lengths), strict=True)
         return [self.tokenizer.decode(np.concatenate([prompt, row[:n]])) for prompt, row, n in rows]
+
+
+_temperature = routing_temperature(1)  # of L2A's exploration, at a fraction of the run
 
 
 def _beside_the_model(state: TrainState) -> tuple[Any, ...]:
