@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 __all__ = [
@@ -123,7 +124,7 @@ def sparsity_loss(
     return jax.lax.stop_gradient(multiplier) * (jnp.mean(prob_mean) - target)
 
 
-def routing_temperature(total_steps: int, anneal: float = 0.2) -> Callable[[Array | float], Array]:
+def routing_temperature(total_steps: int, anneal: float = 0.2) -> Callable[[ArrayLike], Array]:
     """Schedule of the noise's temperature τ: 1, then linearly to 0 over the last steps.
 
     Args:
@@ -145,7 +146,7 @@ def routing_temperature(total_steps: int, anneal: float = 0.2) -> Callable[[Arra
     if not 0 < anneal <= 1:
         raise ValueError(f"anneal must be above 0 and at most 1, got {anneal}")
 
-    def schedule(step: Array | float) -> Array:
+    def schedule(step: ArrayLike) -> Array:
         return jnp.clip((total_steps - jnp.asarray(step, jnp.float32)) / (anneal * total_steps), 0.0, 1.0)
 
     return schedule

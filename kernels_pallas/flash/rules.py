@@ -9,7 +9,7 @@ are integer arrays or None.
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ _QUERY, _KEY, _LSE = "b.h.", "b.g.", "bh."
 
 @functools.lru_cache(maxsize=512)
 def attention(
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
+    forward: "Callable[..., Any] | ByPlatform",
+    backward: "Callable[..., Any] | ByPlatform",
     plain: Callable[..., Any],
     extras: tuple[str, ...],
     statics: tuple[tuple[str, Any], ...],
@@ -48,7 +48,9 @@ def attention(
     Returns:
       The operation, jitted.
     """
-    forward, backward, plain = (functools.partial(f, **dict(statics)) for f in (forward, backward, plain))
+    given = dict(statics)
+    forward, backward = (bound(f, given) for f in (forward, backward))
+    plain = functools.partial(plain, **given)
     operands = (_QUERY, _KEY, _KEY, *extras)
     number = len(operands)
 
@@ -90,18 +92,66 @@ def attention(
     return jax.jit(lambda *args: operation(*_compat.same_varying(args)))
 
 
-def _call(function: Callable, operands: Sequence[str], results: Sequence[str], args: Sequence[Any]) -> Any:
-    """`function` with its vmap and sharding rules; arguments that are None are not operands."""
+class ByPlatform(NamedTuple):
+    """`kernels` by the platform that a program is compiled for ("tpu", "cuda"), `default` on every other."""
+
+    default: Callable[..., Any]
+    kernels: tuple[tuple[str, Callable[..., Any]], ...]
+
+
+def bound(function: Callable[..., Any] | ByPlatform, statics: Mapping[str, Any]) -> Any:
+    """`function` with these keyword arguments."""
+    if not isinstance(function, ByPlatform):
+        return functools.partial(function, **statics)
+    kernels = tuple((platform, functools.partial(kernel, **statics)) for platform, kernel in function.kernels)
+    return ByPlatform(functools.partial(function.default, **statics), kernels)
+
+
+def _call(
+    function: Callable[..., Any] | ByPlatform, operands: Sequence[str], results: Sequence[str], args: Sequence[Any]
+) -> Any:
+    """`function` with its vmap and sharding rules."""
+    run, arrays = localized(function, operands, results, args)
+    return _fold_vmap(run)(*arrays)
+
+
+def localized(
+    function: Callable[..., Any] | ByPlatform, operands: Sequence[str], results: Sequence[str], args: Sequence[Any]
+) -> tuple[Callable[..., Any], list[Array]]:
+    """`function` with its sharding rules, and its operands: the arguments that are not None.
+
+    Args:
+      function: Returns a tuple of arrays.
+      operands: Dimensions of all arguments, named as in `partitioned`.
+      results: Dimensions of the results.
+      args: Arrays or None.
+
+    Returns:
+      A function of arrays, and those arrays.
+    """
     given = [i for i, x in enumerate(args) if x is not None]
 
-    def of_arrays(*arrays):
-        full: list[Any] = [None] * len(args)
-        for i, x in zip(given, arrays, strict=True):
-            full[i] = x
-        return function(*full)
+    def of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arrays):
+            full: list[Any] = [None] * len(args)
+            for i, x in zip(given, arrays, strict=True):
+                full[i] = x
+            return function(*full)
 
+        return call
+
+    on_tpu: Callable[..., Any] | None = None
+    if isinstance(function, ByPlatform):
+        kernels: dict[str, Any] = {platform: of_arrays(kernel) for platform, kernel in function.kernels}
+        operation = default = of_arrays(function.default)
+        if "tpu" in kernels:  # XLA cannot partition a kernel
+            on_tpu = functools.partial(unless_partitioned, kernels.pop("tpu"), default)
+        if kernels:
+            operation = lambda *arrays: jax.lax.platform_dependent(*arrays, default=default, **kernels)  # noqa: E731
+    else:
+        operation = of_arrays(function)
     dims = [operands[i] for i in given]
-    return _fold_vmap(partitioned(of_arrays, dims, results))(*(args[i] for i in given))
+    return partitioned(operation, dims, results, on_tpu), [args[i] for i in given]
 
 
 def _fold_vmap(operation: Callable) -> Callable:
@@ -119,36 +169,6 @@ def _fold_vmap(operation: Callable) -> Callable:
         return unfolded, jax.tree.map(lambda _: True, out)
 
     return folded
-
-
-def by_platform(default: Callable, kernels: Mapping[str, Callable]) -> Callable:
-    """`kernels` by the platform that a program is compiled for ("tpu", "cuda"), `default` on every other.
-
-    The result is the same object for the same functions, as the cache of `attention` needs.
-    """
-    return default if not kernels else _by_platform(default, tuple(sorted(kernels.items())))
-
-
-@functools.lru_cache(maxsize=512)
-def _by_platform(default: Callable, kernels: tuple[tuple[str, Callable], ...]) -> Callable:
-    def call(*args, **statics):
-        given = [i for i, x in enumerate(args) if x is not None]
-
-        def bound(function):
-            def of_arrays(*arrays):
-                full: list[Any] = [None] * len(args)
-                for i, x in zip(given, arrays, strict=True):
-                    full[i] = x
-                return function(*full, **statics)
-
-            return of_arrays
-
-        branches: dict[str, Any] = {platform: bound(function) for platform, function in kernels}
-        if "tpu" in branches:  # XLA cannot partition a kernel
-            branches["tpu"] = functools.partial(unless_partitioned, branches["tpu"], bound(default))
-        return jax.lax.platform_dependent(*(args[i] for i in given), default=bound(default), **branches)
-
-    return call
 
 
 def choose(
@@ -179,8 +199,9 @@ def choose(
         return lambda *args: plain(*args, **statics)[0]
     default = dispatch.module(operation, "xla")
     if isinstance(found, dict):
-        forward = by_platform(default.forward, {platform: module.forward for platform, module in found.items()})
-        backward = by_platform(default.backward, {platform: module.backward for platform, module in found.items()})
+        kernels = sorted(found.items())
+        forward = ByPlatform(default.forward, tuple((platform, module.forward) for platform, module in kernels))
+        backward = ByPlatform(default.backward, tuple((platform, module.backward) for platform, module in kernels))
     else:
         chosen = dispatch.module(operation, found)
         forward, backward = chosen.forward, chosen.backward

@@ -1,5 +1,6 @@
 """Keeps loops over (batch, key head) local to the devices that hold them when `jit` partitions a program."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from jaxtyping import Array
 from kernels_pallas import dispatch
 
 
-def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[str]) -> Callable:
+def partitioned(
+    operation: Callable, operands: Sequence[str], results: Sequence[str], on_tpu: Callable | None = None
+) -> Callable:
     """`operation`, run by every device on its own batch elements and heads.
 
     Without this the partitioner gathers all arrays of a loop that slices sharded axes. Axes other than batch
@@ -24,6 +27,7 @@ def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[
       operands: One letter per dimension of every operand: "b" is batch, "h" query heads, "g" key heads, "." a
         dimension that is not split. The first two operands are (batch, seq, heads, dim) queries and keys.
       results: The same for every result.
+      on_tpu: What takes the place of `operation` in programs for TPUs; None: nothing does.
 
     Returns:
       A function with the signature of `operation`; vmap and differentiation belong outside of it.
@@ -51,13 +55,16 @@ def partitioned(operation: Callable, operands: Sequence[str], results: Sequence[
             if not dispatch.may_compile("pallas_tpu"):
                 return wrapped(*arrays)
             # TPUs do not compile custom partitioning (jax-ml/jax#38196): XLA partitions the loops there as it can.
-            return jax.lax.platform_dependent(*arrays, tpu=operation, default=wrapped)
+            return jax.lax.platform_dependent(*arrays, tpu=on_tpu or operation, default=wrapped)
         heads = key.spec[2] if key.spec[2] == query.spec[2] else None
         split = {"b": query.spec[0], "h": heads, "g": heads}
         specs = [jax.sharding.PartitionSpec(*map(split.get, dims)) for dims in (*operands, *results)]
         arrays = tuple(jax.sharding.reshard(x, spec) for x, spec in zip(arrays, specs, strict=False))
         in_specs, out_specs = tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
-        return jax.shard_map(operation, axis_names=explicit, in_specs=in_specs, out_specs=out_specs)(*arrays)
+        local = operation
+        if on_tpu is not None:
+            local = functools.partial(jax.lax.platform_dependent, tpu=on_tpu, default=operation)
+        return jax.shard_map(local, axis_names=explicit, in_specs=in_specs, out_specs=out_specs)(*arrays)
 
     return call
 

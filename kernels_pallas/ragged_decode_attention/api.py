@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels_pallas import _compat, dispatch
 from kernels_pallas.flash.arguments import DTYPES, check_integers, checked_scale
-from kernels_pallas.flash.rules import by_platform
-from kernels_pallas.flash.sharding import partitioned
+from kernels_pallas.flash.rules import ByPlatform, bound, localized
 from kernels_pallas.ragged_decode_attention.cache import (
     HeadKind,
     PagedCache,
@@ -118,19 +117,20 @@ def ragged_decode_attention(
     found = dispatch.select(_OPERATION, implementation, unsupported)
     if isinstance(found, dict):
         default = _flat(dispatch.module(_OPERATION, "xla"))
-        run = by_platform(default, {platform: _flat(module) for platform, module in found.items()})
+        kernels = tuple((platform, _flat(module)) for platform, module in sorted(found.items()))
+        run: Callable[..., Any] | ByPlatform = ByPlatform(default, kernels)
     else:
         run = _flat(dispatch.module(_OPERATION, found))
     return _operation(run, tuple(statics.items()))(query, cache, lengths, page_table)
 
 
 @functools.cache
-def _flat(module: ModuleType) -> Callable[..., Array]:
+def _flat(module: ModuleType) -> Callable[..., tuple[Array]]:
     """A module's function, of arrays."""
 
     def call(query, pages, rings, page_scales, ring_scales, lengths, page_table, **statics):
         cache = PagedCache(pages, rings, page_scales, ring_scales)
-        return module.ragged_decode_attention(query, cache, lengths, page_table, **statics)
+        return (module.ragged_decode_attention(query, cache, lengths, page_table, **statics),)
 
     return call
 
@@ -139,24 +139,14 @@ _DIMENSIONS = ("b...", "....", "b...", "....", "b...", "b", "b.")  # as `partiti
 
 
 @functools.lru_cache(maxsize=512)
-def _operation(run: Callable[..., Array], statics: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
+def _operation(run: Callable[..., Any] | ByPlatform, statics: tuple[tuple[str, Any], ...]) -> Callable[..., Array]:
     """`run` with its rules, as a function `(query, cache, lengths, page_table) -> out`."""
-
-    def on_its_device(*args):
-        given = [i for i, x in enumerate(args) if x is not None]
-
-        def of_arrays(*arrays):
-            full: list[Any] = [None] * len(args)
-            for i, x in zip(given, arrays, strict=True):
-                full[i] = x
-            return (run(*full, **dict(statics)),)
-
-        split_up = partitioned(of_arrays, [_DIMENSIONS[i] for i in given], ["b..."])
-        return split_up(*(args[i] for i in given))[0]
 
     @custom_vmap
     def batched(query, cache, lengths, page_table):
-        return on_its_device(query, *cache, lengths, page_table)
+        args = (query, *cache, lengths, page_table)
+        local, arrays = localized(bound(run, dict(statics)), _DIMENSIONS, ["b..."], args)
+        return local(*arrays)[0]
 
     @batched.def_vmap
     def _(size, in_batched, query, cache, lengths, page_table):

@@ -323,9 +323,7 @@ def test_programs_for_two_platforms_keep_both_branches():
     with dispatch.for_every_platform():
         exported = jax.export.export(gradient, platforms=("cpu", "tpu"))(q, k, v, positions)
     assert exported.platforms == ("cpu", "tpu")
-    assert (
-        exported.mlir_module().count("@tpu_custom_call") == 2 * 9
-    )  # again in the branch that other platforms partition
+    assert exported.mlir_module().count("@tpu_custom_call") == 9
     for got, want in zip(exported.call(q, k, v, positions), gradient(q, k, v, positions), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
