@@ -60,9 +60,9 @@ class L2AConfig:
     """Function of the normalised token: "linear", or "mlp", width → 64 → 1 with SiLU."""
     threshold: float = 0.5
     """θ: probability from which a token is routed."""
-    price_step: float = 0.01
+    price_step: float = 0.005
     """η: how fast the price of routing follows the rate in training (`rate_controller`)."""
-    price_damping: float = 20.0
+    price_damping: float = 0.1
     """κ: how much the price gives way at once where the rate is below its target."""
 
     def __post_init__(self) -> None:
