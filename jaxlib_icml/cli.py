@@ -1,4 +1,4 @@
-"""The command `icml`: train, generate, eval, import, prune, export, info.
+"""The command `icml`: train, generate, eval, import, prune, grow, export, info.
 
 A mistake of the caller is one line on standard error and exit code 2; a traceback means a bug.
 """
@@ -111,6 +111,26 @@ class PruneConfig:
     """Layers that route at most this share of the tokens may go."""
     max_drop: float = 0.5
     """Largest share of the layers that go."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GrowConfig:
+    """Make a run's model deeper, and its experts more, to go on training with train --init-from."""
+
+    run: str
+    """Folder of a run; it stays as it is."""
+    out: str
+    """The new folder."""
+    depth_factor: int = 2
+    """Copies of a layer, itself included."""
+    expert_factor: int = 2
+    """How many experts stand where one was, in all and active; 1 for dense models."""
+    noise: float = 0.01
+    """Noise of new experts, relative to the weights."""
+    method: Literal["interpose", "stack", "interpose_zero"] = "interpose"
+    """Copies follow their layer; or the whole sequence again; or copies that write nothing until they are trained."""
+    seed: int = 0
+    """Of the noise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -405,6 +425,37 @@ def _prune(args: list[str]) -> int:
     return 0
 
 
+def _grow(args: list[str]) -> int:
+    config = _parse(GrowConfig, _positional(args, "run"), "icml grow")
+    import jax
+
+    from jaxlib_icml.lm.growth import active_parameters
+    from jaxlib_icml.training.growing import grow_run
+
+    model, report = grow_run(
+        config.run,
+        config.out,
+        depth=config.depth_factor,
+        width=config.expert_factor,
+        noise=config.noise,
+        method=config.method,
+        seed=config.seed,
+    )
+    parameters = sum(x.size for x in jax.tree.leaves(model.state))
+    print(
+        f"model           {parameters / 1e6:.2f} M parameters, {active_parameters(model.config) / 1e6:.2f} M active, "
+        f"{model.config.num_layers} layers, {model.config.num_experts} experts"
+    )
+    print(f"logits          differ by at most {report.largest_difference:.3g}")
+    print(f"loss            {report.loss[0]:.4f} before, {report.loss[1]:.4f} after (nats per token of a sample)")
+    print(
+        f"largest step    {report.cliff[0]:.2f} before, {report.cliff[1]:.2f} after (mean steps between layers' norms)"
+    )
+    print(f"run folder      {config.out}")
+    print(f"next            icml train --init-from {config.out}")
+    return 0
+
+
 def _positional(args: list[str], name: str) -> list[str]:
     """Let the first argument be a value instead of `--name VALUE`."""
     if args and not args[0].startswith("-"):
@@ -453,6 +504,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "eval": (_eval, "perplexity and bits per byte of a text"),
     "import": (_import, "make a run of a model that somebody else trained"),
     "prune": (_prune, "shrink the cache of a run with L2A: no global attention where it is hardly used"),
+    "grow": (_grow, "make a run's model deeper, and its experts more, to go on training"),
     "export": (_export, "write a run as a Hugging Face folder"),
     "info": (_info, "devices, versions and presets"),
 }

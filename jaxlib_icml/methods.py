@@ -38,6 +38,15 @@ METHODS: tuple[Method, ...] = (
         "written, not yet run at laptop scale",
     ),
     Method(
+        name="moe/growth",
+        import_path="jaxlib_icml.lm.growth.grow",
+        paper="Beyond Sunk Costs: Boosting LLM Pre-training Efficiency via Orthogonal Growth of Mixture-of-Experts",
+        arxiv="2510.08008",
+        experiment="",
+        status="both operators for parameters and optimizer states, diagnostics, `icml grow`; its experiment, and "
+        "resuming with the state of the optimizer, are to come",
+    ),
+    Method(
         name="moe/layers",
         import_path="jaxlib_icml.moe.SparseMoE",
         paper="Hyperparameter Transfer with Mixture-of-Experts Layers",
