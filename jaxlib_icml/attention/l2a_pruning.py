@@ -23,6 +23,9 @@ def prune_layers(
 ) -> tuple[bool, ...]:
     """The layers that become plain sliding-window attention: the least used ones.
 
+    Usage is all that is looked at: a layer that few tokens use may be the one that a task rests on. Measure the pruned
+    model.
+
     Args:
       usage: u_l, for every layer the mean of its routing mask over a calibration set.
       eps: Layers with u_l ≤ eps may go.
