@@ -39,7 +39,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method(
         name="moe/growth",
-        import_path="jaxlib_icml.lm.growth.grow",
+        import_path="jaxlib_icml.moe.growth.apply_growth",
         paper="Beyond Sunk Costs: Boosting LLM Pre-training Efficiency via Orthogonal Growth of Mixture-of-Experts",
         arxiv="2510.08008",
         experiment="",

@@ -74,6 +74,7 @@ def test_a_later_chunk_of_the_sequence(implementation, segmented):
     assert_matches(value_and_grads(attend)(*inputs), formulas(*inputs, visible))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(1, 140), st.integers(1, 160), st.integers(0, 5), st.booleans(), st.integers(0, 2**20))
 def test_any_window(seq, window, sinks, segmented, seed):

@@ -86,6 +86,7 @@ def test_one_fifth_of_1024_rows():
     assert_matches(got, want, 1e-6, 1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.integers(1, 140), st.integers(0, 60), st.integers(1, 150), st.booleans(), st.integers(0, 2**20))
 def test_any_rows(seq, rows, window, segmented, seed):

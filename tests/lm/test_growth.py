@@ -55,7 +55,7 @@ def test_width_without_noise_leaves_the_model_as_it_was(gate):
     assert jnp.sqrt(jnp.mean(change**2) / jnp.mean(want**2)) > 0.05
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_orders_agree_bit_for_bit_and_silent_copies_change_nothing(scan):
     config = LMConfig(**{**CONFIG.__dict__, "scan_layers": scan})
     state = _model(config)

@@ -83,7 +83,7 @@ def test_stacked_and_separate_layers_grow_alike(method):
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("factor", [2, 3])
+@pytest.mark.parametrize("factor", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_width_without_noise_leaves_the_layer_as_it_was(gate, factor):
     layer, x = _layer(gate), jax.random.normal(jax.random.key(1), (64, 16))
     want = layer(x)[0]
@@ -92,6 +92,7 @@ def test_width_without_noise_leaves_the_layer_as_it_was(gate, factor):
     assert jnp.linalg.norm(other - want) > 0.05 * jnp.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_noise_has_the_stated_size_and_originals_stay():
     layer = _layer(width=128, expert_width=160)
     old, new = (
@@ -134,6 +135,7 @@ def test_copies_of_one_layer_get_noise_of_their_own():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["softmax_renorm", "sigmoid"])
 def test_only_noise_tells_copies_apart(gate):
     x, target = jax.random.normal(jax.random.key(1), (2, 256, 16))

@@ -9,6 +9,8 @@ from jaxlib_icml.training.growing import grow_run
 from jaxlib_icml.training.loop import train
 from jaxlib_icml.training.runs import load_run
 
+pytestmark = pytest.mark.slow
+
 MODEL = LMConfig(
     context_length=32, width=16, num_layers=2, num_heads=2, num_experts=2, num_active_experts=1, expert_width=8
 )

@@ -42,6 +42,7 @@ def batch_of(rows=4, seed=0):
     return {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1), "segment_ids": jnp.ones_like(tokens)}
 
 
+@pytest.mark.slow
 def test_the_price_follows_the_rate():
     prog = program()
     state = prog.init(jax.random.key(0))
@@ -57,6 +58,7 @@ def test_the_price_follows_the_rate():
     assert float(state.routing_control.multiplier) == pytest.approx(multiplier, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_step_explores_with_its_seed_and_number():
     prog = program(seed=5)
     state = prog.init(jax.random.key(0))
@@ -76,6 +78,7 @@ def test_gradients_that_are_not_finite_leave_the_price_alone():
     assert (float(metrics.finite), float(state.routing_control.multiplier)) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_micro_batches_explore_apart():
     prog = program(accumulation_steps=2)
     same = jax.tree.map(lambda x: jnp.concatenate([x[:1]] * 4), batch_of())
