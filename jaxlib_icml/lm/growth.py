@@ -47,6 +47,8 @@ def grown_config(
     >>> config.num_layers, config.num_experts, config.num_active_experts, growth.sources
     (4, 8, 4, (0, 0, 1, 1))
     """
+    if any(isinstance(one, bool) or one < 1 for one in ([depth] if isinstance(depth, int) else depth)):
+        raise ValueError(f"depth must be a positive integer, or one for every layer, got {depth!r}")
     sources = layer_sources(config.num_layers, depth, method)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ValueError(f"width must be a positive integer, got {width!r}")
@@ -140,6 +142,7 @@ def flops_per_token(config: LMConfig, *, context: int | None = None, backward: b
 
     Returns:
       2 per weight of a matrix that the token meets, and 4 per feature of every query head and token it attends to.
+      L2A counts as full attention: what it routes is not known beforehand.
     """
     matrices = 0
     for path, x in nnx.to_flat_state(nnx.state(abstract_transformer(config), nnx.Param)):

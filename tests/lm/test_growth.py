@@ -132,7 +132,8 @@ def test_plan():
 def test_mistakes_are_named():
     state = _model(CONFIG)
     for arguments, message in (
-        ({"depth": 0}, "factor"),
+        ({"depth": 0}, "depth"),
+        ({"depth": (1, 0)}, "depth"),
         ({"depth": (1, 2, 3)}, "one for each of 2"),
         ({"width": 0}, "width"),
         ({"method": "append"}, "method"),

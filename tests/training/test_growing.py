@@ -1,12 +1,19 @@
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jaxlib_icml.cli import main
-from jaxlib_icml.lm import LMConfig
-from jaxlib_icml.training.config import TrainConfig
+from jaxlib_icml.lm import LMConfig, Transformer
+from jaxlib_icml.lm.growth import grow, grown_config
+from jaxlib_icml.moe.growth import grow_opt_state
+from jaxlib_icml.training.config import OptimizerConfig, TrainConfig
 from jaxlib_icml.training.growing import grow_run
 from jaxlib_icml.training.loop import train
+from jaxlib_icml.training.optimizers import make_optimizer
 from jaxlib_icml.training.runs import load_run
 
 pytestmark = pytest.mark.slow
@@ -44,6 +51,26 @@ def test_a_grown_run_goes_on_training(runs, capsys):
     assert (model.num_layers, model.num_experts, model.num_active_experts, model.expert_width) == (4, 4, 2, 8)
 
 
+@pytest.mark.parametrize("name", ["olion", "adamw"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_states_of_our_optimizers_grow(name, scan):
+    config = dataclasses.replace(MODEL, scan_layers=scan)
+    state = nnx.state(Transformer(config, rngs=nnx.Rngs(0)))
+    tx = make_optimizer(OptimizerConfig(name))(1e-3)
+    grown, model = grow(state, config, key=jax.random.key(0))
+    old, new = (nnx.split_state(tree, nnx.Param, ...)[0] for tree in (state, grown))
+    gradients = jax.tree.map(jnp.cos, old)
+    before = tx.update(gradients, tx.init(old), old)[1]
+    wanted = tx.init(new)
+    for policy in ("copy", "scale", "reset"):
+        after = grow_opt_state(before, old, grown_config(config)[1], policy)
+        assert jax.tree.structure(after) == jax.tree.structure(wanted)
+        assert [x.shape for x in jax.tree.leaves(after)] == [x.shape for x in jax.tree.leaves(wanted)]
+        updates = tx.update(jax.tree.map(jnp.cos, new), after, new)[0]
+        assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(updates))
+    assert model == grown_config(config)[0]
+
+
 def test_report_of_interposition(runs):
     _, report = grow_run(runs / "base", runs / "deeper", width=1)
     assert report.largest_difference > 0.01
@@ -53,7 +80,7 @@ def test_report_of_interposition(runs):
 
 def test_nothing_is_written_by_a_growth_that_cannot_be(runs):
     for arguments, message in (
-        ({"depth": 0}, "factor"),
+        ({"depth": 0}, "depth"),
         ({"noise": -1.0}, "noise"),
         ({"method": "append"}, "method"),
     ):
