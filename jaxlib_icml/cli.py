@@ -234,6 +234,11 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
         # A run that has saved its own weights goes on without the model that it began with.
         goes_on = has_checkpoint(run_dir) and (run_dir / "config.json").is_file()
         default = dataclasses.replace(default, model=read_config(run_dir).model if goes_on else model_of(source))
+    base = _option(args, "--base") or values.get("base")
+    if isinstance(base, str):
+        from jaxlib_icml.training.transfer import with_base
+
+        default = with_base(default, base)
     return updated(default, {**values, "preset": name}), args
 
 

@@ -84,6 +84,8 @@ class Attention(nnx.Module):
         self.query = projection(heads, "heads")
         self.key = projection(kv_heads, "kv_heads")
         self.value = projection(kv_heads, "kv_heads")
+        # Attention itself divides logits by the root of head_dim; any other scale goes into the queries.
+        self.query_scale = 1.0 if config.attention_scale is None else config.attention_scale * head_dim**0.5
         self.window = config.sliding_window
         self.l2a = config.l2a if config.attention == "l2a" else None
         self.pruned = layer in config.pruned_layers
@@ -140,6 +142,8 @@ class Attention(nnx.Module):
             q, k = _normalise(self.query_norm, q), _normalise(self.key_norm, k)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         routing = self._route(x, exploration, tap)
         aux = None
         if cache is None or lengths is None:

@@ -99,6 +99,12 @@ class LMConfig:
     """Weight of the mean squared log-partition of the router (moe_balance = loss)."""
     expert_bias_rate: float = 0.01
     """Step of the selection biases (moe_balance = bias)."""
+    residual_scale: float = 1.0
+    """Factor on what attention and the feed-forward add to the residual stream (1/depth in depth-aware rules)."""
+    attention_scale: float | None = None
+    """Factor on attention's logits; None: 1/sqrt(head_dim)."""
+    logit_scale: float = 1.0
+    """Factor on the output logits."""
     init_std: float = 0.02
     """Standard deviation of embeddings and head; hidden matrices use 1/sqrt(fan-in)."""
     scan_layers: bool = False
@@ -135,9 +141,9 @@ class LMConfig:
             raise ValueError(f"head_dim: must be even for rotary embeddings, got {self.resolved_head_dim}")
         if self.num_heads % self.resolved_num_kv_heads:
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
-        for field in ("rope_theta", "norm_epsilon"):
+        for field in ("rope_theta", "norm_epsilon", "residual_scale", "attention_scale", "logit_scale"):
             value = getattr(self, field)
-            if not (value > 0 and math.isfinite(value)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{field}: must be positive, got {value}")
         if self.rope_scaling != "none" and not 1 <= self.rope_factor < math.inf:
             raise ValueError(f"rope_factor: must be at least 1, got {self.rope_factor}")

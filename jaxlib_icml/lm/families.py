@@ -353,6 +353,9 @@ def _choose_family(config: LMConfig) -> str:
     # What the family has of every feature that its tensors or its `config.json` do not spell out.
     wanted = {
         "activation": fixed.get("activation", "swiglu"),
+        "residual_scale": 1.0,
+        "attention_scale": None,
+        "logit_scale": 1.0,
         "norm": fixed.get("norm", "rmsnorm"),
         "positions": fixed.get("positions", "rotary"),
         "qk_norm": fixed.get("qk_norm", False),

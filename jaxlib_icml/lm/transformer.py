@@ -22,9 +22,9 @@ _REMAT_POLICIES = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_ba
 
 
 class LMOutput(NamedTuple):
-    """Final hidden states (batch, seq, width), the experts' routing statistics stacked over layers, the cache, the
-    captured activations by name (`jaxlib_icml.lm.HOOK_POINTS`), and L2A's routing stacked over layers (None without L2A
-    or with a cache)."""
+    """Final hidden states (batch, seq, width) times `logit_scale`, the experts' routing statistics stacked over layers,
+    the cache, the captured activations by name (`jaxlib_icml.lm.HOOK_POINTS`), and L2A's routing stacked over layers
+    (None without L2A or with a cache)."""
 
     hidden: Float[Array, "batch seq width"]
     routing: RoutingStats | None
@@ -34,9 +34,10 @@ class LMOutput(NamedTuple):
 
 
 class Block(nnx.Module):
-    """Pre-norm block: x + Attention(norm x), then x + FeedForward(norm x)."""
+    """Pre-norm block: x + s Attention(norm x), then x + s FeedForward(norm x), with s = `residual_scale`."""
 
     def __init__(self, config: LMConfig, *, rngs: nnx.Rngs, layer: int = 0):
+        self.residual_scale = config.residual_scale
         self.attention_norm = residual_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs, layer=layer)
         self.mlp_norm = residual_norm(config, rngs)
@@ -85,6 +86,7 @@ class Block(nnx.Module):
             tap=tap,
             exploration=exploration,
         )
+        attended = _scaled(attended, self.residual_scale)
         if tap is not None:
             attended = tap("attention_output", attended)
         x = x + attended
@@ -93,9 +95,14 @@ class Block(nnx.Module):
             added, stats = self.moe(self.mlp_norm(x), token_mask=token_mask)
         else:
             added, stats = self.mlp(self.mlp_norm(x)), None
+        added = _scaled(added, self.residual_scale)
         if tap is not None:
             added = tap("mlp_output", added)
         return x + added, cache, stats, l2a
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else x * factor
 
 
 class Transformer(nnx.Module):
@@ -208,7 +215,8 @@ class Transformer(nnx.Module):
             x, rotary, segment_ids, cache, lengths, prefill, *hooks, exploration
         )
         new_cache = None if after is None else KVCache(layer_caches, after)
-        return LMOutput(self.final_norm(x), routing, new_cache, activations, l2a)
+        hidden = _scaled(self.final_norm(x), self.config.logit_scale)
+        return LMOutput(hidden, routing, new_cache, activations, l2a)
 
     def _run_layers(
         self,

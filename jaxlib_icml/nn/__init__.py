@@ -6,6 +6,7 @@ from jaxlib_icml.nn.linear import contract, dot_general
 from jaxlib_icml.nn.parameters import logical_axes, logical_param
 from jaxlib_icml.nn.rotary import RopeScaling, apply_rotary, rotary_angles
 from jaxlib_icml.nn.sharding import LOGICAL_RULES, state_shardings
+from jaxlib_icml.nn.trees import TreeLeaf, tree_leaves
 
 __all__ = [
     "ACTIVATIONS",
@@ -14,6 +15,7 @@ __all__ = [
     "Initializer",
     "Kernel",
     "RopeScaling",
+    "TreeLeaf",
     "activate",
     "apply_rotary",
     "contract",
@@ -24,4 +26,5 @@ __all__ = [
     "masked_attention",
     "rotary_angles",
     "state_shardings",
+    "tree_leaves",
 ]

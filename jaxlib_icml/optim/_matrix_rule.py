@@ -11,6 +11,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array
 
+from jaxlib_icml.nn import tree_leaves
 from jaxlib_icml.optim.distribution import (
     Matrices,
     MatrixLayout,
@@ -20,7 +21,7 @@ from jaxlib_icml.optim.distribution import (
     resolve_shardings,
     take_matrix,
 )
-from jaxlib_icml.optim.matrix_specs import from_matrices, resolve_matrix_specs, to_matrices, tree_leaves
+from jaxlib_icml.optim.matrix_specs import from_matrices, resolve_matrix_specs, to_matrices
 
 Scalar = ArrayLike | Callable[..., Any]
 """A number, a scalar array (possibly traced), or a schedule from the step count to one."""

@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxlib_icml.optim.matrix_specs import MatrixSpec, tensor_axes, tree_leaves
+from jaxlib_icml.nn import tree_leaves
+from jaxlib_icml.optim.matrix_specs import MatrixSpec, tensor_axes
 
 __all__ = ["Matrices", "MatrixLayout", "map_matrices", "map_whole_matrices", "matrix_layout", "resolve_shardings"]
 

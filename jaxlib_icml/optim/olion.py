@@ -22,13 +22,13 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int8, Int32
 
+from jaxlib_icml.nn import tree_leaves
 from jaxlib_icml.optim._matrix_rule import MatrixRule, Scalar, at, scale_by_matrix_rule, wide_dtype
 from jaxlib_icml.optim.distribution import resolve_shardings
 from jaxlib_icml.optim.matrix_specs import (
     MatrixSpec,
     default_weight_decay_mask,
     resolve_matrix_specs,
-    tree_leaves,
 )
 from jaxlib_icml.optim.orthogonalize import as_static_integer, check_orthogonalizer, orthogonalize, product_dtype
 

@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxlib_icml.optim.matrix_specs import resolve_matrix_specs, to_matrices, tree_leaves
+from jaxlib_icml.nn import tree_leaves
+from jaxlib_icml.optim.matrix_specs import resolve_matrix_specs, to_matrices
 from jaxlib_icml.optim.orthogonalize import (
     check_orthogonalizer,
     orthogonalize,

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxlib_icml.nn import tree_leaves
 from jaxlib_icml.optim._arguments import ScalarOrSchedule, check_range, scalar_at
 from jaxlib_icml.optim.gradient_stabilizer import StabilizerState, stabilizer_metrics
-from jaxlib_icml.optim.matrix_specs import MatrixSpec, resolve_matrix_specs, to_matrices, tree_leaves
+from jaxlib_icml.optim.matrix_specs import MatrixSpec, resolve_matrix_specs, to_matrices
 from jaxlib_icml.optim.olion import ScaleByOlionState
 from jaxlib_icml.optim.olion_diagnostics import ratio_or_zero
 from jaxlib_icml.optim.orthogonalize import check_orthogonalizer, orthogonalize, truncated_svd, unit_frobenius

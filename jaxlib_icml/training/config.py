@@ -86,6 +86,11 @@ class TrainConfig:
     """Folder of the run; None: a new one under runs/. A folder with the same run in it is continued."""
     init_from: str | None = None
     """Start from the weights and tokenizer of this run, Hugging Face folder or GGUF file; None: from scratch."""
+    parameterization: Literal["none", "moe-mup", "completep", "mup", "sp"] = "none"
+    """Rules that make hyper-parameters carry over to larger models (jaxlib_icml.moe.rules); experts then have the
+    sigmoid gate and balance by selection biases. none: this library's usual initial values, one learning rate."""
+    base: str | None = None
+    """With parameterization: the run, or its base.json, that was tuned; None: this run is the base of larger ones."""
     steps: int | None = None
     """Number of steps (reproducible bit for bit); None: --minutes decides."""
     minutes: float | None = None
@@ -130,6 +135,8 @@ class TrainConfig:
             raise ValueError(
                 f"accumulation_steps: {self.accumulation_steps} does not divide batch_size {self.batch_size}"
             )
+        if self.base is not None and self.parameterization == "none":
+            raise ValueError("base: needs a parameterization")
         if self.steps is not None and self.minutes is not None:
             raise ValueError("steps, minutes: give one of them, not both")
         if self.steps is not None and self.steps < 1:
@@ -146,7 +153,7 @@ class TrainConfig:
 # What may change when a run is continued: how long, how fast and where, not what is learned.
 _FREE_ON_RESUME = frozenset(
     {
-        *("run_dir", "steps", "minutes", "evaluate_every", "diagnose_every", "checkpoint_every"),
+        *("base", "run_dir", "steps", "minutes", "evaluate_every", "diagnose_every", "checkpoint_every"),
         *("keep_checkpoints", "sample_tokens", "mesh", "accumulation_steps", "optimizer.learning_rate"),
     }
 )

@@ -41,6 +41,7 @@ from jaxlib_icml.training.runs import (
     write_text,
 )
 from jaxlib_icml.training.step import StepMetrics, TrainProgram, TrainState, make_train_program
+from jaxlib_icml.training.transfer import BASE_FILE, Transfer, transferred, write_base
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NGRAM_ORDERS = (4, 6)
@@ -90,10 +91,10 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
     """Train a language model, or continue a run.
 
     The run folder gets `config.json`, `tokenizer/`, `checkpoints/`, `metrics.jsonl`, TensorBoard events, `loss.png`,
-    `samples.txt` and, when the run is over, `result.json`. A folder that already holds the same run is continued from
-    its newest checkpoint. `metrics.jsonl` also says how the optimizer fares: `stabilizer_*`, every step's norms and
-    spikes (`stabilizer_run_metrics`), and `olion_*`, every `diagnose_every` steps, means over four of its matrices,
-    others each time (`olion_run_metrics`).
+    `samples.txt`, with a parameterization `base.json`, and, when the run is over, `result.json`. A folder that already
+    holds the same run is continued from its newest checkpoint. `metrics.jsonl` also says how the optimizer fares:
+    `stabilizer_*`, every step's norms and spikes (`stabilizer_run_metrics`), and `olion_*`, every `diagnose_every`
+    steps, means over four of its matrices, others each time (`olion_run_metrics`).
 
     Args:
       config: the whole run.
@@ -108,6 +109,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
     """
     reporter = reporter or Reporter()
     run_dir = Path(config.run_dir or _new_run_dir(config))
+    config, transfer = transferred(config, run_dir)
     corpus = load_corpus(config.data, held_out_fraction=config.held_out_fraction, text_field=config.text_field)
     mesh = make_mesh(config.mesh)
     if config.batch_size // config.accumulation_steps % batch_shards(mesh):
@@ -117,7 +119,7 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
         )
     with RunFolder(run_dir, config) as folder:
         try:
-            run = _Run(config, run_dir, corpus, mesh, reporter)
+            run = _Run(config, run_dir, corpus, mesh, reporter, transfer)
         except BaseException:
             folder.discard()
             raise
@@ -131,7 +133,16 @@ def _new_run_dir(config: TrainConfig) -> Path:
 class _Run:
     """The pieces of one run, made in order."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, corpus: Corpus, mesh: jax.sharding.Mesh, reporter: Reporter):
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_dir: Path,
+        corpus: Corpus,
+        mesh: jax.sharding.Mesh,
+        reporter: Reporter,
+        transfer: Transfer | None,
+    ):
+        self.transfer = transfer
         self.config, self.run_dir, self.corpus, self.reporter = config, run_dir, corpus, reporter
         reporter.note(f"corpus: {corpus.description}")
         # A run that is continued has its own weights and tokenizer.
@@ -156,6 +167,12 @@ class _Run:
         self.ladder = capacity_ladder()
         self.ladder_state = self.ladder.init()
         self.program: TrainProgram = self._program(self.lm_config)
+        if transfer is not None:
+            if not (run_dir / BASE_FILE).exists():
+                vocab = {"vocab_size": self.lm_config.vocab_size} if config.base is None else {}
+                shape = dataclasses.replace(transfer.base.shape, **vocab)
+                write_base(run_dir / BASE_FILE, dataclasses.replace(transfer.base, shape=shape))
+            reporter.note(transfer.describe(self.program.abstract.params, config.optimizer))
         parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract.params))
         tokens = sum(len(doc) for doc in train_tokens)
         reporter.note(
@@ -166,10 +183,11 @@ class _Run:
     def _program(self, config: LMConfig) -> TrainProgram:
         return make_train_program(
             config,
-            make_optimizer(self.config.optimizer, self.mesh),
+            make_optimizer(self.config.optimizer, self.mesh, self.transfer),
             self.mesh,
             accumulation_steps=self.config.accumulation_steps,
             seed=self.config.seed,
+            initialize=None if self.transfer is None else self.transfer.initialize,
         )
 
     def _tokenizer(self) -> Tokenizer:

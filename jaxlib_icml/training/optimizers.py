@@ -11,14 +11,18 @@ from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import default_weight_decay_mask, gradient_stabilizer, olion
 from jaxlib_icml.training.config import OptimizerConfig
 from jaxlib_icml.training.step import OptimizerFactory
+from jaxlib_icml.training.transfer import Transfer
 
 
-def make_optimizer(config: OptimizerConfig, mesh: Mesh | None = None) -> OptimizerFactory:
+def make_optimizer(
+    config: OptimizerConfig, mesh: Mesh | None = None, transfer: Transfer | None = None
+) -> OptimizerFactory:
     """The optimizer as a function of its learning rate.
 
     Args:
       config: which optimizer, and its numbers.
       mesh: the devices over which OLion shares its matrices; None: one device.
+      transfer: rules for the learning rate, decay and ε of each parameter; None: one for all.
 
     Returns:
       learning rate (a float or a traced scalar) -> `optax.GradientTransformation`.
@@ -34,7 +38,10 @@ def make_optimizer(config: OptimizerConfig, mesh: Mesh | None = None) -> Optimiz
             stages.append(optax.clip_by_global_norm(config.clip_norm))
         if config.stabilize:
             stages.append(gradient_stabilizer())
-        if config.name == "olion":
+        if transfer is not None:
+            direction = {"param_shardings": shardings} if config.name == "olion" else {}
+            stages.append(transfer.optimizer(config, learning_rate, **direction))
+        elif config.name == "olion":
             stages.append(olion(learning_rate, weight_decay=config.weight_decay, param_shardings=shardings))
         else:
             stages.append(

@@ -114,18 +114,33 @@ def read_config(run_dir: Path) -> TrainConfig:
     Raises:
       ValueError: no run there, or a damaged file.
     """
-    path = run_dir / CONFIG_FILE
+    if not (run_dir / CONFIG_FILE).exists():
+        raise ValueError(f"run: {run_dir} holds no run ({CONFIG_FILE} is missing)")
+    return updated(TrainConfig(), read_object(run_dir / CONFIG_FILE, "run"))
+
+
+def read_object(path: Path, argument: str) -> dict[str, Any]:
+    """The object in a small JSON file.
+
+    Args:
+      path: the file.
+      argument: what a complaint names.
+
+    Returns:
+      Its fields.
+
+    Raises:
+      ValueError: no such file, a file too large to be one, or something else in it.
+    """
     if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_CONFIG_BYTES):
-        raise ValueError(f"run: {path} is not a configuration (no regular file, or too large)")
+        raise ValueError(f"{argument}: {path} is not a configuration (no regular file, or too large)")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"run: {run_dir} holds no run ({CONFIG_FILE} is missing)") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"run: cannot read {path}: {error}") from error
+        raise ValueError(f"{argument}: cannot read {path}: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"run: {path} must hold an object")
-    return updated(TrainConfig(), values)
+        raise ValueError(f"{argument}: {path} must hold an object")
+    return values
 
 
 def has_checkpoint(run_dir: Path) -> bool:

@@ -77,7 +77,13 @@ class TrainProgram(NamedTuple):
 
 
 def make_train_program(
-    config: LMConfig, optimizer: OptimizerFactory, mesh: Mesh, *, accumulation_steps: int = 1, seed: int = 0
+    config: LMConfig,
+    optimizer: OptimizerFactory,
+    mesh: Mesh,
+    *,
+    accumulation_steps: int = 1,
+    seed: int = 0,
+    initialize: Callable[[nnx.State, Array], nnx.State] | None = None,
 ) -> TrainProgram:
     """Build the state initialiser and the jitted step of a language model.
 
@@ -88,6 +94,7 @@ def make_train_program(
       accumulation_steps: micro-batches per step; the batch axis must be a multiple. Losses and gradients equal those of
         the whole batch (balancing terms are averaged over micro-batches).
       seed: of L2A's exploration.
+      initialize: from the usual initial parameters and a key to others of the same shapes; None: the usual ones.
 
     Returns:
       `TrainProgram`.
@@ -104,6 +111,8 @@ def make_train_program(
 
     def init(key: Array) -> TrainState:
         _, params, rest = split_model(Transformer(config, rngs=nnx.Rngs(params=key)))
+        if initialize is not None:
+            params = initialize(params, key)
         zero = jnp.zeros((), jnp.int32)
         control = controller.init() if has_l2a else None
         return TrainState(zero, params, rest, optimizer(0.0).init(params), zero, control)

@@ -14,6 +14,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxlib_icml.nn import tree_leaves
 from jaxlib_icml.optim import (
     MatrixSpec,
     default_matrix_specs,
@@ -25,7 +26,6 @@ from jaxlib_icml.optim import (
     resolve_matrix_specs,
     to_matrices,
 )
-from jaxlib_icml.optim.matrix_specs import tree_leaves
 
 
 def shapes(*args):
