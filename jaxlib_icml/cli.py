@@ -115,7 +115,7 @@ class PruneConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GrowConfig:
-    """Make a run's model deeper, and its experts more, to go on training with train --init-from."""
+    """Make a run's model deeper, and its experts more, to go on training with train --resume."""
 
     run: str
     """Folder of a run; it stays as it is."""
@@ -129,6 +129,10 @@ class GrowConfig:
     """Noise of new experts, relative to the weights."""
     method: Literal["interpose", "stack", "interpose_zero"] = "interpose"
     """Copies follow their layer; or the whole sequence again; or copies that write nothing until they are trained."""
+    policy: Literal["reset", "copy", "scale"] = "reset"
+    """The optimizer's state begins anew, goes with the weights, or is scaled to the gradients of copied experts."""
+    steps: int | None = None
+    """Steps of the training to come, the first hundredth of them warm-up; None: as the old run has it."""
     seed: int = 0
     """Of the noise."""
 
@@ -222,6 +226,9 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
         where = [i for i, arg in enumerate(args) if arg == "--config" or arg.startswith("--config=")]
         drop = {j for i in where for j in ((i,) if "=" in args[i] else (i, i + 1))}
         args = [arg for i, arg in enumerate(args) if i not in drop]
+    resumed = _option(args, "--resume")
+    if resumed is not None:
+        return _resume_defaults(resumed, args, values)
     name = _option(args, "--preset") or values.get("preset", "tiny-moe")
     if not isinstance(name, str):
         raise ValueError(f"preset: must be a name, got {name!r}")
@@ -242,6 +249,23 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
     return updated(default, {**values, "preset": name}), args
 
 
+def _resume_defaults(run: str, args: list[str], values: dict[str, Any]) -> tuple["TrainConfig", list[str]]:
+    """The configuration of the run, with the TOML file on top; the remaining flags go above both."""
+    from jaxlib_icml.training.config import updated
+    from jaxlib_icml.training.runs import read_config
+
+    if _option(args, "--run-dir") is not None:
+        raise ValueError("run_dir, resume: give one of them, not both")
+    default = dataclasses.replace(read_config(Path(run)), run_dir=run)
+    # Whatever ended the run before gives way to what is asked for now.
+    if "steps" in values or _option(args, "--steps") is not None:
+        default = dataclasses.replace(default, minutes=None)
+    if "minutes" in values or _option(args, "--minutes") is not None:
+        default = dataclasses.replace(default, steps=None)
+    at = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == "--resume")
+    return updated(default, values), args[:at] + args[at + (1 if "=" in args[at] else 2) :]
+
+
 def _train(args: list[str]) -> int:
     from jaxlib_icml.training.config import TrainConfig
     from jaxlib_icml.training.loop import Interrupted, train
@@ -249,7 +273,8 @@ def _train(args: list[str]) -> int:
 
     args = [f"--model.{arg[2:]}" if arg.partition("=")[0] == "--attention" else arg for arg in args]
     if {"-h", "--help"} & set(args):
-        print("--attention KIND is short for --model.attention KIND.\n")
+        print("--attention KIND is short for --model.attention KIND.")
+        print("--resume RUN continues a run with its own options; others may be given on top, such as --steps.\n")
     default, args = _train_defaults(args)
     config = _parse(TrainConfig, args, "icml train", default)
     try:
@@ -445,6 +470,8 @@ def _grow(args: list[str]) -> int:
         noise=config.noise,
         method=config.method,
         seed=config.seed,
+        policy=config.policy,
+        steps=config.steps,
     )
     parameters = sum(x.size for x in jax.tree.leaves(model.state))
     print(
@@ -457,7 +484,9 @@ def _grow(args: list[str]) -> int:
         f"largest step    {report.cliff[0]:.2f} before, {report.cliff[1]:.2f} after (mean steps between layers' norms)"
     )
     print(f"run folder      {config.out}")
-    print(f"next            icml train --init-from {config.out}")
+    if report.continues:
+        print(f"optimizer       {config.policy}; the data go on where {config.run} was")
+    print(f"next            icml train {'--resume' if report.continues else '--init-from'} {config.out}")
     return 0
 
 

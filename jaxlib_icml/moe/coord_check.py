@@ -148,6 +148,7 @@ def lr_sweep(
     batches: Batch,
     *,
     seeds: Sequence[int] = (0,),
+    batched: bool | None = None,
 ) -> Float[Array, "rates seeds steps"]:
     """Loss curves for many learning rates and seeds, in one compiled program.
 
@@ -157,6 +158,8 @@ def lr_sweep(
       learning_rates: The grid.
       batches: A tree of arrays with a leading axis of steps; all runs see the same.
       seeds: Of the initial values.
+      batched: Train all runs at once (by vmap), or one after the other, both compiled once; None: at once, but not on
+        CPUs, whose caches one run fills.
 
     Returns:
       Losses before each step; a run that diverges has infinities or NaNs.
@@ -184,8 +187,10 @@ def lr_sweep(
             lambda state, batch: _step(probe, tx, state, batch), (params, rest, tx.init(params)), batches
         )[1]
 
-    grid = jax.vmap(jax.vmap(run, (None, 0)), (0, None))
-    return jax.jit(grid)(jnp.asarray(learning_rates, jnp.float32), keys)
+    rates = jnp.asarray(learning_rates, jnp.float32)
+    if jax.default_backend() != "cpu" if batched is None else batched:
+        return jax.jit(jax.vmap(jax.vmap(run, (None, 0)), (0, None)))(rates, keys)
+    return jax.jit(lambda: jax.lax.map(lambda rate: jax.lax.map(lambda key: run(rate, key), keys), rates))()
 
 
 def moe_activations(layer: SparseMoE, x: Float[Array, "tokens width"]) -> dict[str, Array]:

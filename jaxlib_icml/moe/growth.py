@@ -263,7 +263,7 @@ def _with_noise(
         std = jnp.std(experts[:originals].astype(jnp.float32), axis=tuple(range(1, x.ndim)))
 
         def clone(expert: Array, scale: Array, matrix: Array) -> Array:
-            drawn = jax.random.normal(jax.random.fold_in(jax.random.fold_in(key, layer), expert), matrix.shape)
+            drawn = _hashed_normal(jax.random.fold_in(jax.random.fold_in(key, layer), expert), matrix.shape)
             return (matrix + noise * scale * drawn).astype(matrix.dtype)
 
         numbers = jnp.arange(originals, experts.shape[0])
@@ -273,6 +273,22 @@ def _with_noise(
     if not stacked:
         return one_layer(x, first_layer)
     return jax.vmap(one_layer)(x, jnp.arange(x.shape[0]))
+
+
+def _hashed_normal(key: Array, shape: tuple[int, ...]) -> Array:
+    """Standard normal numbers from hashed counters: four times as fast on CPUs as a cipher, whose strength nobody needs
+    to tell copies apart."""
+
+    def mix(x: Array) -> Array:
+        x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+        x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+        return x ^ (x >> 16)
+
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    bits = mix(mix(jnp.arange(math.prod(shape), dtype=jnp.uint32) + first) ^ second)
+    # The middles of 2^24 equal parts of (-1, 1): never its ends.
+    uniform = (bits >> 8).astype(jnp.float32) * 2.0**-23 + (2.0**-24 - 1.0)
+    return (math.sqrt(2) * jax.lax.erf_inv(uniform)).reshape(shape)
 
 
 def grow_opt_state(

@@ -14,12 +14,13 @@ from jaxlib_icml.moe.dispatch import (
     dense_experts,
     ragged_experts,
 )
+from jaxlib_icml.moe.expert_parallel import can_split, context_mesh, expert_parallel
 from jaxlib_icml.moe.routing import COMBINES, GATES, Routing, RoutingStats, route, router_logits
 from jaxlib_icml.nn import ACTIVATIONS, FeedForward, Initializer, Kernel, fan_in_normal, logical_axes
 
 __all__ = ["ExpertBias", "SparseMoE"]
 
-PATHS = ("auto", "dense", "blocked", "ragged")
+PATHS = ("auto", "dense", "blocked", "ragged", "expert_parallel")
 
 
 class ExpertBias(nnx.Variable):
@@ -78,8 +79,10 @@ class SparseMoE(nnx.Module):
           combine: 'sum', 'mean' or 'soft'; default 'mean' for the sigmoid gate, else 'sum'.
           activation: 'swiglu' (gate, up and down matrices) or 'gelu' (up and down, tanh approximation).
           shared_expert_width: hidden features of the shared expert; 0 for none.
-          path: 'dense', 'blocked', 'ragged' (same result, see `jaxlib_icml.moe.dispatch`), or 'auto': blocked
-            when compiled for CPUs, ragged otherwise.
+          path: 'dense', 'blocked', 'ragged' (same result, see `jaxlib_icml.moe.dispatch`); 'expert_parallel': tokens
+            travel to experts that are spread over the surrounding mesh (`jaxlib_icml.moe.expert_parallel`); or 'auto':
+            expert-parallel where such a mesh surrounds the layer and divides it, else blocked when compiled for CPUs,
+            ragged otherwise.
           block_size: rows of one matrix product of the blocked path.
           cosine_scale: logits of the cosine gate are this times the cosine.
           dtype: compute dtype of the experts; default the promotion of input and parameter dtypes. The router
@@ -190,8 +193,12 @@ class SparseMoE(nnx.Module):
         def blocked(*args: Any) -> Array:
             return blocked_experts(*args, block_size=self.block_size)
 
-        paths = {"dense": dense_experts, "blocked": blocked, "ragged": ragged_experts}
-        args = (tokens, kernels, routing.weights, routing.indices)
-        if self.path == "auto":
+        def fastest(*args: Any) -> Array:
             return jax.lax.platform_dependent(*args, cpu=blocked, default=ragged_experts)
+
+        args = (tokens, kernels, routing.weights, routing.indices)
+        mesh = context_mesh() if self.path == "auto" else None
+        if self.path == "expert_parallel" or (mesh and can_split(mesh, self.num_experts, tokens.shape[0])):
+            return expert_parallel(*args, local=fastest)
+        paths = {"auto": fastest, "dense": dense_experts, "blocked": blocked, "ragged": ragged_experts}
         return paths[self.path](*args)

@@ -68,6 +68,13 @@ def from_named_arrays(like: Any, named: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [named[name] for name in wanted])
 
 
+def abstract_arrays(tree: Any, shardings: Any) -> Any:
+    """`jax.ShapeDtypeStruct`s of a tree with shardings (one, or a tree of them), as checkpoints want them."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
 class Checkpointer:
     """Saves and restores one run's checkpoints under a folder; a context manager that waits for pending saves.
 
@@ -101,6 +108,10 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
+
+    def can_continue(self, step: int) -> bool:
+        """Whether a checkpoint has more than a model: the state of the optimizer, the position in the data."""
+        return self._manager.item_metadata(step).get("optimizer") is not None
 
     def save(self, step: int, model: Any, optimizer: Any | None, meta: Mapping[str, Any]) -> None:
         """Start saving; returns once the arrays are copied to host memory.
@@ -164,7 +175,7 @@ class Checkpointer:
 
     def _expect(self, step: int, item: str, like: Any) -> dict[str, Any]:
         """Check the saved names and shapes before any array is read."""
-        saved = self._manager.item_metadata(step)[item]
+        saved = self._manager.item_metadata(step).get(item)
         if saved is None:
             raise ValueError(f"checkpoint: holds no {item}; an imported model is trained with --init-from")
         described = {name: jax.ShapeDtypeStruct(meta.shape, np.dtype(meta.dtype)) for name, meta in dict(saved).items()}

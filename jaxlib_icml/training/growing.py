@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,18 @@ import optax
 from flax import nnx
 
 from jaxlib_icml.lm import abstract_transformer
-from jaxlib_icml.lm.growth import cliff_index, grow, norm_profile
+from jaxlib_icml.lm.growth import cliff_index, grow, grown_config, norm_profile
+from jaxlib_icml.moe.growth import grow_opt_state
+from jaxlib_icml.training.checkpoints import Checkpointer
+from jaxlib_icml.training.config import TrainConfig
 from jaxlib_icml.training.corpus import load_corpus
-from jaxlib_icml.training.runs import LoadedRun, load_run, new_folder, read_config, write_run
+from jaxlib_icml.training.mesh import make_mesh
+from jaxlib_icml.training.optimizers import make_optimizer
+from jaxlib_icml.training.runs import LoadedRun, load_run, new_folder, read_config, save_model, write_run
+from jaxlib_icml.training.step import TrainState, make_train_program, restore_state, save_state
+from jaxlib_icml.training.transfer import BASE_FILE, Transfer, base_text, transferred
+
+POLICIES = ("reset", "copy", "scale")
 
 
 class GrowthReport(NamedTuple):
@@ -23,11 +32,13 @@ class GrowthReport(NamedTuple):
       largest_difference: Largest difference of a logit on the sample.
       loss: Nats per token of the sample before and after.
       cliff: Largest `cliff_index` (`jaxlib_icml.lm.growth`) of all matrices before and after; NaN for one layer.
+      continues: Whether the new run goes on where the old one was in its data, or starts its data anew.
     """
 
     largest_difference: float
     loss: tuple[float, float]
     cliff: tuple[float, float]
+    continues: bool
 
 
 def grow_run(
@@ -39,8 +50,13 @@ def grow_run(
     noise: float = 0.01,
     method: str = "interpose",
     seed: int = 0,
+    policy: str = "reset",
+    steps: int | None = None,
 ) -> tuple[LoadedRun, GrowthReport]:
     """Write a run with a grown model (`jaxlib_icml.lm.growth.grow`), as the checkpoint of step 0.
+
+    The new run goes on (`icml train --resume`) at the old one's place in its data and with its peak learning rate; its
+    steps count from 0.
 
     Args:
       path: The folder of a run; it stays as it is.
@@ -50,36 +66,77 @@ def grow_run(
       noise: Relative noise of new experts.
       method: "interpose", "stack" or "interpose_zero".
       seed: Of the noise.
+      policy: What becomes of the optimizer's state: "reset", "copy" or "scale", as in
+        `jaxlib_icml.moe.growth.grow_opt_state`.
+      steps: Steps of the training to come, the first hundredth of them warm-up; None: as the old run has it.
 
     Returns:
       The grown model, and what changed on a sample of the text that the run held out (trained on, if it held none out).
 
     Raises:
-      ValueError: No run there, a model that cannot grow so, or a folder that is in use.
+      ValueError: No run there, a model that cannot grow so, an optimizer's state to copy where there is none, or a
+        folder that is in use.
     """
-    out = new_folder(out, "out")
-    run, config = load_run(path), read_config(Path(path))
+    out, path = new_folder(out, "out"), Path(path)
+    if policy not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    run, config = load_run(path), read_config(path)
     state, model = grow(
         run.state, run.config, key=jax.random.key(seed), depth=depth, width=width, noise=noise, method=method
     )
     grown = LoadedRun(model, run.tokenizer, nnx.split(abstract_transformer(model))[0], state, 0)
+    new = dataclasses.replace(config, model=model, init_from=str(path), run_dir=str(out))
+    if steps is not None:
+        schedule = dataclasses.replace(config.optimizer, warmup_steps=max(1, steps // 100))
+        new = dataclasses.replace(new, steps=steps, minutes=None, optimizer=schedule)
+    transfer = transferred(config, path)[1]
+    files = {} if transfer is None else {BASE_FILE: base_text(transfer.base)}
+
+    with Checkpointer(path / "checkpoints") as checkpoints:
+        continues = checkpoints.can_continue(run.step)
+        if not continues and policy != "reset":
+            raise ValueError(f"policy: {path} holds no state of an optimizer to {policy}")
+        old = _restored(checkpoints, run, config, transfer) if continues else None
+    report = _report(run, grown, config, continues)
+    if old is None:
+        write_run(out, new, run.tokenizer, lambda checkpointer: save_model(checkpointer, grown), files)
+        return grown, report
+
+    before, meta = old
+    growth = grown_config(run.config, depth=depth, width=width, method=method)[1]
+    params, rest = nnx.split_state(state, nnx.Param, ...)
+    opt_state = grow_opt_state(before.opt_state, before.params, growth, policy)
+    zero = jnp.zeros((), jnp.int32)
+    start = TrainState(zero, params, rest, opt_state, zero, before.routing_control)
+    meta = {**meta, "elapsed": 0.0}
+    write_run(out, new, run.tokenizer, lambda checkpointer: save_state(checkpointer, start, meta), files)
+    return grown, report
+
+
+def _restored(
+    checkpoints: Checkpointer, run: LoadedRun, config: TrainConfig, transfer: Transfer | None
+) -> tuple[TrainState, dict[str, Any]]:
+    """All that the old run carries from step to step."""
+    mesh = make_mesh(config.mesh)
+    program = make_train_program(run.config, make_optimizer(config.optimizer, mesh, transfer), mesh)
+    return restore_state(checkpoints, run.step, program)
+
+
+def _report(run: LoadedRun, grown: LoadedRun, config: TrainConfig, continues: bool) -> GrowthReport:
+    """Both models on a sample of text."""
     corpus = load_corpus(config.data, held_out_fraction=config.held_out_fraction, text_field=config.text_field)
     text = "".join(document.text for document in (corpus.held_out or corpus.train))[: 64 * run.config.context_length]
     length = min(run.config.context_length, 512)
     ids = np.concatenate([[run.tokenizer.start_id], *run.tokenizer.encode_batch([text])])[: 8 * length]
     rows = ids[: max(1, len(ids) // length) * length].reshape(-1, min(length, len(ids))).astype(np.int32)
     (before, logits), (after, new) = _loss(run, rows), _loss(grown, rows)
-    base, profile = norm_profile(run.state), norm_profile(state)
-    several = run.config.num_layers > 1
-    report = GrowthReport(
-        float(jnp.max(jnp.abs(new - logits))),
-        (before, after),
-        (max(cliff_index(base, base).values()), max(cliff_index(profile, base).values()))
-        if several
-        else (float("nan"),) * 2,
-    )
-    write_run(out, dataclasses.replace(config, model=model, init_from=str(path)), grown)
-    return grown, report
+    base, profile = norm_profile(run.state), norm_profile(grown.state)
+    cliff = (float("nan"),) * 2
+    if run.config.num_layers > 1:
+        cliff = max(cliff_index(base, base).values()), max(cliff_index(profile, base).values())
+    return GrowthReport(float(jnp.max(jnp.abs(new - logits))), (before, after), cliff, continues)
 
 
 def _loss(run: LoadedRun, rows: np.ndarray) -> tuple[float, jax.Array]:

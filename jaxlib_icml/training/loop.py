@@ -34,14 +34,20 @@ from jaxlib_icml.training.progress import Progress, Reporter
 from jaxlib_icml.training.runs import (
     LoadedRun,
     RunFolder,
-    abstract_arrays,
     has_checkpoint,
     load_model,
     model_config,
     write_text,
 )
-from jaxlib_icml.training.step import StepMetrics, TrainProgram, TrainState, make_train_program
-from jaxlib_icml.training.transfer import BASE_FILE, Transfer, transferred, write_base
+from jaxlib_icml.training.step import (
+    StepMetrics,
+    TrainProgram,
+    TrainState,
+    make_train_program,
+    restore_state,
+    save_state,
+)
+from jaxlib_icml.training.transfer import BASE_FILE, Transfer, base_text, transferred
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NGRAM_ORDERS = (4, 6)
@@ -117,6 +123,10 @@ def train(config: TrainConfig, reporter: Reporter | None = None) -> RunResult:
             f"batch_size: {config.batch_size} in {config.accumulation_steps} micro-batches does not divide over "
             f"the {batch_shards(mesh)} batch shards of the mesh"
         )
+    if config.model.num_experts % mesh.shape["expert"]:
+        raise ValueError(
+            f"model.num_experts: {config.model.num_experts} do not divide over mesh.expert = {mesh.shape['expert']}"
+        )
     with RunFolder(run_dir, config) as folder:
         try:
             run = _Run(config, run_dir, corpus, mesh, reporter, transfer)
@@ -171,7 +181,7 @@ class _Run:
             if not (run_dir / BASE_FILE).exists():
                 vocab = {"vocab_size": self.lm_config.vocab_size} if config.base is None else {}
                 shape = dataclasses.replace(transfer.base.shape, **vocab)
-                write_base(run_dir / BASE_FILE, dataclasses.replace(transfer.base, shape=shape))
+                write_text(run_dir / BASE_FILE, base_text(dataclasses.replace(transfer.base, shape=shape)))
             reporter.note(transfer.describe(self.program.abstract.params, config.optimizer))
         parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract.params))
         tokens = sum(len(doc) for doc in train_tokens)
@@ -269,26 +279,16 @@ class _Run:
             )
             self.initial = None
             return state._replace(params=params, rest=rest), 0.0
-        abstract, shardings = self.program.abstract, self.program.shardings
-        model = abstract_arrays((abstract.params, abstract.rest), (shardings.params, shardings.rest))
-        optimizer = abstract_arrays(
-            _beside_the_model(abstract),
-            _beside_the_model(shardings),
-        )
-        (params, rest), others, meta = checkpointer.restore(step, model, optimizer)
-        self.loader.set_state(meta["data"])
+        state, meta = restore_state(checkpointer, step, self.program)
+        if "data" in meta:
+            self.loader.set_state(meta["data"])
         self.ladder_state = CapacityLadderState(*meta.get("capacity_ladder", self.ladder_state))
         self.reporter.note(f"continuing from step {step}")
-        step_array, opt_state, skipped, *control = others
-        return TrainState(step_array, params, rest, opt_state, skipped, *control), float(meta["elapsed"])
+        return state, float(meta.get("elapsed", 0.0))
 
     def _save(self, checkpointer: Checkpointer, state: TrainState, elapsed: float) -> None:
-        checkpointer.save(
-            int(state.step),
-            (state.params, state.rest),
-            _beside_the_model(state),
-            {"data": self.loader.get_state(), "elapsed": elapsed, "capacity_ladder": list(self.ladder_state)},
-        )
+        meta = {"data": self.loader.get_state(), "elapsed": elapsed, "capacity_ladder": list(self.ladder_state)}
+        save_state(checkpointer, state, meta)
 
     def _steps(
         self, state: TrainState, elapsed: float, checkpointer: Checkpointer, metrics: MetricsWriter
@@ -402,12 +402,6 @@ class _Run:
 
 
 _temperature = routing_temperature(1)  # of L2A's exploration, at a fraction of the run
-
-
-def _beside_the_model(state: TrainState) -> tuple[Any, ...]:
-    """What a checkpoint keeps apart from the model; L2A's price only where there is one."""
-    control = () if state.routing_control is None else (state.routing_control,)
-    return (state.step, state.opt_state, state.skipped, *control)
 
 
 def _olion_figures(config: TrainConfig, step: int, state: TrainState) -> dict[str, Any]:

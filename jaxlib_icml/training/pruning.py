@@ -10,7 +10,7 @@ from jaxlib_icml.attention.l2a_pruning import prune_layers
 from jaxlib_icml.lm import abstract_transformer
 from jaxlib_icml.training.corpus import load_corpus
 from jaxlib_icml.training.evaluate import routing_usage
-from jaxlib_icml.training.runs import LoadedRun, load_run, new_folder, read_config, write_run
+from jaxlib_icml.training.runs import LoadedRun, load_run, new_folder, read_config, save_model, write_run
 
 
 def prune_run(
@@ -46,5 +46,6 @@ def prune_run(
     pruned = tuple(i for i, drop in enumerate(chosen) if drop or i in run.config.pruned_layers)
     model = dataclasses.replace(run.config, pruned_layers=pruned)
     result = run._replace(config=model, graphdef=nnx.split(abstract_transformer(model))[0])
-    write_run(out, dataclasses.replace(config, model=model, init_from=str(path)), result)
+    new = dataclasses.replace(config, model=model, init_from=str(path))
+    write_run(out, new, run.tokenizer, lambda checkpointer: save_model(checkpointer, result))
     return result, usage

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from jaxlib_icml.lm import LMConfig, abstract_transformer, split_model
 from jaxlib_icml.lm.tokenizer import Tokenizer, load_tokenizer
 from jaxlib_icml.nn import state_shardings
-from jaxlib_icml.training.checkpoints import Checkpointer, named_arrays
+from jaxlib_icml.training.checkpoints import Checkpointer, abstract_arrays, named_arrays
 from jaxlib_icml.training.config import TrainConfig, differences, updated
 
 CONFIG_FILE = "config.json"
@@ -264,7 +265,7 @@ def import_model(path: str | Path, run_dir: str | Path) -> LoadedRun:
     run_dir = new_folder(run_dir, "run_dir")
     model = load_model(path)
     config = TrainConfig(preset=Path(path).name or "imported", model=model.config, init_from=str(path))
-    write_run(run_dir, config, model)
+    write_run(run_dir, config, model.tokenizer, lambda checkpointer: save_model(checkpointer, model))
     return model
 
 
@@ -276,13 +277,34 @@ def new_folder(path: str | Path, argument: str) -> Path:
     return path
 
 
-def write_run(run_dir: Path, config: TrainConfig, model: LoadedRun) -> None:
-    """Make a run folder whose checkpoint of step 0 holds a model's weights."""
+def save_model(checkpointer: Checkpointer, model: LoadedRun) -> None:
+    """Save a model's weights as the checkpoint of step 0."""
+    checkpointer.save(0, nnx.split_state(model.state, nnx.Param, ...), None, {})
+
+
+def write_run(
+    run_dir: Path,
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    save: Callable[[Checkpointer], None],
+    files: Mapping[str, str] | None = None,
+) -> None:
+    """Make a run folder, whole or not at all.
+
+    Args:
+      run_dir: A folder that is new or empty.
+      config: Its configuration.
+      tokenizer: Its tokenizer.
+      save: Saves its first checkpoint.
+      files: Name -> contents of further files.
+    """
     with RunFolder(run_dir, config) as folder:
         try:
-            model.tokenizer.save(run_dir / "tokenizer")
+            tokenizer.save(run_dir / "tokenizer")
+            for name, contents in (files or {}).items():
+                write_text(run_dir / name, contents)
             with Checkpointer(run_dir / "checkpoints") as checkpointer:
-                checkpointer.save(0, nnx.split_state(model.state, nnx.Param, ...), None, {})
+                save(checkpointer)
         except BaseException:
             folder.discard()
             raise
@@ -307,10 +329,3 @@ def model_config(config: TrainConfig, tokenizer: Tokenizer) -> LMConfig:
     if config.init_from is not None and config.model.vocab_size >= tokenizer.vocab_size:
         return config.model
     return dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
-
-
-def abstract_arrays(tree: Any, shardings: Any) -> Any:
-    """`jax.ShapeDtypeStruct`s of a tree with shardings (one, or a tree of them), as checkpoints want them."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, tree)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)

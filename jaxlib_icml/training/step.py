@@ -1,6 +1,6 @@
 """The training state and the compiled training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jaxlib_icml.lm import Exploration, LMConfig, LossAux, Transformer, abstract
 from jaxlib_icml.moe import RoutingStats
 from jaxlib_icml.nn import state_shardings
 from jaxlib_icml.optim import StabilizerState, find_states, stabilizer_run_metrics
+from jaxlib_icml.training.checkpoints import Checkpointer, abstract_arrays
 from jaxlib_icml.training.mesh import batch_sharding, optimizer_shardings, replicated
 
 Batch = dict[str, Array]
@@ -76,6 +77,44 @@ class TrainProgram(NamedTuple):
     shardings: TrainState
 
 
+def save_state(checkpointer: Checkpointer, state: TrainState, meta: Mapping[str, Any]) -> None:
+    """Start saving everything that a run carries from step to step.
+
+    Args:
+      checkpointer: the run's checkpoints.
+      state: what to save, under its own step.
+      meta: JSON-able values beside it (data position, elapsed time).
+    """
+    checkpointer.save(int(state.step), (state.params, state.rest), _beside_the_model(state), meta)
+
+
+def restore_state(checkpointer: Checkpointer, step: int, program: TrainProgram) -> tuple[TrainState, dict[str, Any]]:
+    """Read what `save_state` wrote.
+
+    Args:
+      checkpointer: the run's checkpoints.
+      step: which one.
+      program: the model and optimizer of the run.
+
+    Returns:
+      The state, sharded as the program says, and the values beside it.
+
+    Raises:
+      ValueError: a checkpoint of another model or optimizer, or of a model that nothing was trained of here.
+    """
+    abstract, shardings = program.abstract, program.shardings
+    model = abstract_arrays((abstract.params, abstract.rest), (shardings.params, shardings.rest))
+    optimizer = abstract_arrays(_beside_the_model(abstract), _beside_the_model(shardings))
+    (params, rest), (count, opt_state, skipped, *control), meta = checkpointer.restore(step, model, optimizer)
+    return TrainState(count, params, rest, opt_state, skipped, *control), meta
+
+
+def _beside_the_model(state: TrainState) -> tuple[Any, ...]:
+    """What a checkpoint keeps apart from the model; L2A's price only where there is one."""
+    control = () if state.routing_control is None else (state.routing_control,)
+    return (state.step, state.opt_state, state.skipped, *control)
+
+
 def make_train_program(
     config: LMConfig,
     optimizer: OptimizerFactory,
@@ -132,7 +171,8 @@ def make_train_program(
         if state.routing_control is not None:
             exploration = Exploration(jax.random.fold_in(jax.random.key(seed), state.step), temperature)
             price = state.routing_control.price
-        grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps, exploration, price)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # experts find their devices by it
+            grads, aux = _gradients(graphdef, state.params, state.rest, batch, accumulation_steps, exploration, price)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm)
 

@@ -9,11 +9,10 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
-from jaxlib_icml.lm import LMConfig
 from jaxlib_icml.lm.parameterization import moe_shape, parameterized
 from jaxlib_icml.moe import BaseSpec, MoEShape, advise, init_params, rule_table, transfer_optimizer
 from jaxlib_icml.training.config import OptimizerConfig, TrainConfig, updated
-from jaxlib_icml.training.runs import read_object, write_text
+from jaxlib_icml.training.runs import read_object
 
 BASE_FILE = "base.json"
 
@@ -74,9 +73,9 @@ def read_base(path: str | Path) -> BaseSpec:
     return updated(BaseSpec(start), {**values, "shape": {"head_dim": 64, **shape}}, "base.")
 
 
-def write_base(path: Path, base: BaseSpec) -> None:
-    """Write a base model to a file, whole or not at all."""
-    write_text(path, json.dumps(dataclasses.asdict(base), indent=2) + "\n")
+def base_text(base: BaseSpec) -> str:
+    """A base model as the contents of a file for `read_base`."""
+    return json.dumps(dataclasses.asdict(base), indent=2) + "\n"
 
 
 def with_base(config: TrainConfig, path: str | Path) -> TrainConfig:
@@ -128,7 +127,8 @@ def transferred(config: TrainConfig, run_dir: Path) -> tuple[TrainConfig, Transf
     if config.optimizer.name != base.optimizer:
         raise ValueError(f"optimizer.name: the base was tuned with {base.optimizer}, not with {config.optimizer.name}")
     scheme = config.parameterization.replace("-", "_")
-    model: LMConfig = parameterized(config.model, base, scheme)
+    # Weights that come from elsewhere keep the factors that they were trained with.
+    model = config.model if config.init_from is not None else parameterized(config.model, base, scheme)
     return dataclasses.replace(config, model=model), Transfer(base, moe_shape(model), scheme)
 
 

@@ -4,10 +4,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from scipy import stats
 
 from jaxlib_icml.moe import SparseMoE
 from jaxlib_icml.moe.growth import (
     Growth,
+    _hashed_normal,
     clone_divergence,
     grow_depth,
     grow_opt_state,
@@ -241,3 +243,16 @@ def test_mistakes_are_named():
         perturb_clones(moe, key, 3)
     with pytest.raises(ValueError, match="does not divide"):
         clone_divergence(moe, 3)
+
+
+def test_noise_is_normal_and_independent():
+    """Moments, tails, and no correlation between neighbours, experts or keys."""
+    draw = [np.asarray(_hashed_normal(jax.random.key(seed), (256, 2048)), np.float64) for seed in (0, 1)]
+    flat = draw[0].ravel()
+    assert stats.kstest(flat, "norm").pvalue > 1e-3
+    for power, value in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        assert np.mean(flat**power) == pytest.approx(value, abs=0.03)
+    assert 4.2 < np.abs(flat).max() < 6
+    for other in (np.roll(flat, 1), np.roll(flat, 2048), draw[1].ravel()):
+        assert abs(np.mean(flat * other)) < 5 / np.sqrt(flat.size)
+        assert abs(np.mean((flat**2 - 1) * (other**2 - 1))) < 5 * 2 / np.sqrt(flat.size)

@@ -1,9 +1,7 @@
 """Sharded updates: equal to the unsharded ones, with whole matrices on single devices."""
 
-import collections
 import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +18,7 @@ from jaxlib_icml.optim.distribution import MatrixLayout, matrix_layout
 from jaxlib_icml.optim.olion import scaled_signs
 from jaxlib_icml.optim.orthogonalize import orthogonalize
 from kernels_pallas import aot
+from tests.collectives import collectives
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[2]
@@ -82,23 +81,6 @@ def test_every_layout_on_eight_devices():
     command = [sys.executable, "-m", "tests.optim.distribution_cases"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\(")
-_BYTES = {"f32": 4, "s32": 4, "bf16": 2, "s8": 1, "pred": 1}
-
-
-def collectives(compiled):
-    """How many of each kind, and the bytes that one device receives, from the compiled program."""
-    count, received = collections.Counter(), 0
-    for line in compiled.as_text().splitlines():
-        if match := _COLLECTIVE.search(line):
-            count[match[2]] += 1
-            arrays = [array for array in re.findall(r"(\w+)\[([\d,]*)\]", match[1]) if array[0] != "u32"]
-            # The result of an asynchronous start holds the operands too (and contexts, u32).
-            for dtype, shape in arrays[len(arrays) // 2 if match[3] else 0 :]:
-                received += _BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
-    return count, received
 
 
 def compile_update(tx, params):

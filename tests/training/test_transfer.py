@@ -10,7 +10,7 @@ from jaxlib_icml.moe import BaseSpec, MoEShape
 from jaxlib_icml.training.config import TrainConfig, updated
 from jaxlib_icml.training.loop import train
 from jaxlib_icml.training.runs import read_config
-from jaxlib_icml.training.transfer import BASE_FILE, read_base, transferred, with_base, write_base
+from jaxlib_icml.training.transfer import BASE_FILE, base_text, read_base, transferred, with_base
 
 SMALL = {
     "parameterization": "moe-mup",
@@ -45,7 +45,7 @@ def base(tmp_path):
     """A file as a run would have written it."""
     shape = MoEShape(32, 1, 64, 4, 1, head_dim=16)
     path = tmp_path / "tuned.json"
-    write_base(path, BaseSpec(shape, learning_rate=0.01, weight_decay=0.05, optimizer="adamw"))
+    path.write_text(base_text(BaseSpec(shape, learning_rate=0.01, weight_decay=0.05, optimizer="adamw")))
     return path
 
 
@@ -77,7 +77,7 @@ def test_another_base_is_refused(base, text, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     changed = dataclasses.replace(read_base(base), learning_rate=0.5)
-    (run / BASE_FILE).write_text(json.dumps(dataclasses.asdict(changed)))
+    (run / BASE_FILE).write_text(base_text(changed))
     with pytest.raises(ValueError, match="another base model"):
         transferred(wider(base, text, run), run)
 
