@@ -256,16 +256,15 @@ def run(context: Context) -> Outcome:
             state = nnx.merge_state(kept[last], rest)
             measured.setdefault("order", []).append(_order_difference(state, small, key))
             base_profile = norm_profile(state)
-            cliffs = {
-                way: max(cliff_index(norm_profile(starts[name]), base_profile).values())
-                for way, name in (("interpose", "ours"), ("stack", "stacking"))
-                if name in starts
+            deeper = {
+                way: norm_profile(grow(state, small, key=key, width=1, method=way)[0]) for way in ("interpose", "stack")
             }
+            cliffs = {way: max(cliff_index(profile, base_profile).values()) for way, profile in deeper.items()}
             measured.setdefault("cliff", []).append(cliffs["interpose"] - cliffs["stack"])
             profiles = {
                 "base": {k: v.tolist() for k, v in base_profile.items()},
-                "interposition": {k: v.tolist() for k, v in norm_profile(starts["ours"]).items()},
-                "stacking": {k: v.tolist() for k, v in norm_profile(starts["stacking"]).items()},
+                "interposition": {k: v.tolist() for k, v in deeper["interpose"].items()},
+                "stacking": {k: v.tolist() for k, v in deeper["stack"].items()},
             }
 
     latest = names[-1]
@@ -300,6 +299,7 @@ def run(context: Context) -> Outcome:
             f"Learning rates {rates['small']:g} (base and all that grows from it) and {rates['large']:g} (from "
             f"scratch), the best of {', '.join(f'{rate:g}' for rate in budget.grid)} on another seed.",
             "Optimizer states begin anew after a growth; every training decays over its last fifth.",
+            "With two layers, stacking's seam is a step of the base backwards: the two ways cannot differ in norms.",
             "All variants of growth start from the base at "
             f"{latest} of its constant phase; immediate losses are in the data (`jumps`).",
         ),

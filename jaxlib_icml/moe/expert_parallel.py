@@ -8,6 +8,7 @@ back as one sum. Forward and backward need two exchanges of tokens each, and no 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def expert_parallel(
     tensor = _HIDDEN_AXIS if splits_hidden else None
 
     tokens = PartitionSpec(_batch_axes(mesh))
-    into, out_of = PartitionSpec(AXIS, None, tensor), PartitionSpec(AXIS, tensor)
+    into: Any = PartitionSpec(AXIS, None, tensor)
+    out_of: Any = PartitionSpec(AXIS, tensor)
     run = jax.shard_map(
         partial(_on_device, devices=devices, local=local, tensor=tensor),
         mesh=mesh,
