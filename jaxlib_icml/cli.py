@@ -1,140 +1,34 @@
-"""The command `icml`: train, generate, eval, import, prune, grow, export, info.
+"""The command `icml`: train, generate, eval, import, prune, grow, convert-moe, export, info.
 
 A mistake of the caller is one line on standard error and exit code 2; a traceback means a bug.
 """
 
-import contextlib
 import dataclasses
-import difflib
-import io
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from jaxlib_icml.cli_options import (
+    ConvertConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    GrowConfig,
+    ImportConfig,
+    PruneConfig,
+    closest,
+    option,
+    parse,
+    positional,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxlib_icml.lm import Sampling
     from jaxlib_icml.lm.tokenizer import Tokenizer
     from jaxlib_icml.training.config import TrainConfig
-
-_T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateConfig:
-    """Continue prompts with a run, or with a model that somebody else trained."""
-
-    model: str
-    """Folder of a run, a Hugging Face folder, a GGUF file, or hf://owner/name."""
-    prompt: tuple[str, ...] = ("",)
-    """One or more prompts; empty: start a new document."""
-    chat: bool = False
-    """Each prompt is a user's message, put into the model's chat template; print the reply only."""
-    system: str | None = None
-    """With --chat: the system message."""
-    max_new_tokens: int = 200
-    """Tokens to add at most; fewer when the context or the document ends."""
-    temperature: float = 0.8
-    """Divides the logits; 0: always the likeliest token."""
-    top_k: int | None = None
-    """Only the k likeliest tokens; None: all."""
-    top_p: float | None = None
-    """Only the likeliest tokens with at least this total probability; None: all."""
-    seed: int = 0
-    """The same seed gives the same text."""
-
-    def sampling(self) -> "Sampling":
-        """The sampling options."""
-        from jaxlib_icml.lm import Sampling
-
-        return Sampling(self.temperature, self.top_k, self.top_p)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Perplexity and bits per byte of a text under a run, or a model that somebody else trained."""
-
-    model: str
-    """Folder of a run, a Hugging Face folder, a GGUF file, or hf://owner/name."""
-    data: str | None = None
-    """File, folder, glob or JSONL file, all of it; None: the held-out part of the run's own corpus."""
-    context_length: int | None = None
-    """Tokens per row; None: the model's context, at most 1024 for other people's models."""
-    batch_size: int = 16
-    """Sequences per forward pass."""
-    text_field: str = "text"
-    """Field of JSONL lines that holds the text."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ImportConfig:
-    """Turn a model that somebody else trained into a run folder."""
-
-    path: str
-    """A Hugging Face folder, a GGUF file, or hf://owner/name."""
-    run_dir: str | None = None
-    """The new folder; None: one under runs/ with the model's name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportConfig:
-    """Write a run as a Hugging Face folder."""
-
-    run: str
-    """Folder of the run, or any model that `icml generate` takes."""
-    out: str | None = None
-    """The folder to write; None: `safetensors` in the run's folder."""
-    format: Literal["safetensors"] = "safetensors"
-    """Kind of checkpoint."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the tensors."""
-    max_shard_bytes: int = 5_000_000_000
-    """Size of one file at most."""
-    overwrite: bool = False
-    """Replace a checkpoint that is there."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PruneConfig:
-    """Take the global attention away from the L2A layers that hardly use it, for a smaller cache."""
-
-    run: str
-    """Folder of a run trained with --attention l2a."""
-    out: str
-    """The new folder, a run with the same weights."""
-    data: str | None = None
-    """File, folder, glob or JSONL file on which usage is measured; None: what the run held out."""
-    eps: float = 0.02
-    """Layers that route at most this share of the tokens may go."""
-    max_drop: float = 0.5
-    """Largest share of the layers that go."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GrowConfig:
-    """Make a run's model deeper, and its experts more, to go on training with train --resume."""
-
-    run: str
-    """Folder of a run; it stays as it is."""
-    out: str
-    """The new folder."""
-    depth_factor: int = 2
-    """Copies of a layer, itself included."""
-    expert_factor: int = 2
-    """How many experts stand where one was, in all and active; 1 for dense models."""
-    noise: float = 0.01
-    """Noise of new experts, relative to the weights."""
-    method: Literal["interpose", "stack", "interpose_zero"] = "interpose"
-    """Copies follow their layer; or the whole sequence again; or copies that write nothing until they are trained."""
-    policy: Literal["reset", "copy", "scale"] = "reset"
-    """The optimizer's state begins anew, goes with the weights, or is scaled to the gradients of copied experts."""
-    steps: int | None = None
-    """Steps of the training to come, the first hundredth of them warm-up; None: as the old run has it."""
-    seed: int = 0
-    """Of the noise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in _COMMANDS:
-            raise ValueError(f"unknown command {args[0]!r}{_closest(args[0], list(_COMMANDS))}; try: icml --help")
+            raise ValueError(f"unknown command {args[0]!r}{closest(args[0], list(_COMMANDS))}; try: icml --help")
         return _COMMANDS[args[0]][0](args[1:])
     except (ValueError, ImportError, OSError) as error:
         print(f"icml: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -163,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<10}{text}" for name, (_, text) in _COMMANDS.items()]
+    lines = [f"  {name:<13}{text}" for name, (_, text) in _COMMANDS.items()]
     return "\n".join(
         [
             "usage: icml COMMAND [OPTIONS]",
@@ -175,46 +69,11 @@ def _usage() -> str:
     )
 
 
-def _closest(word: str, words: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, words, 1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _parse(kind: type[_T], args: list[str], prog: str, default: Any = None) -> _T:
-    """Flags to a dataclass by tyro, with every complaint as one line."""
-    try:
-        import tyro
-    except ImportError as error:
-        raise ImportError("the command line needs the package tyro: pip install 'jaxlib-icml[lm]'") from error
-    if {"-h", "--help"} & set(args):
-        tyro.cli(kind, args=args, prog=prog, default=default)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
-            return tyro.cli(kind, args=args, prog=prog, default=default)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        text = " ".join(complaint.getvalue().translate(str.maketrans("╭╮╰╯│─", "      ")).split())
-        text = text.removeprefix("Unrecognized options").removeprefix("Parsing error").removeprefix("Required options")
-        raise ValueError(f"{text.split(' For full helptext')[0].strip()} (see {prog} --help)") from None
-
-
-def _option(args: list[str], name: str) -> str | None:
-    """The value of `--name VALUE` or `--name=VALUE`, before the real parse."""
-    for i, arg in enumerate(args):
-        if arg == name and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith(name + "="):
-            return arg.partition("=")[2]
-    return None
-
-
 def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
     """Preset, then the TOML file; the remaining flags go on top."""
     from jaxlib_icml.training.config import updated, with_preset
 
-    file = _option(args, "--config")
+    file = option(args, "--config")
     values: dict[str, Any] = {}
     if file is not None:
         try:
@@ -226,22 +85,22 @@ def _train_defaults(args: list[str]) -> tuple["TrainConfig", list[str]]:
         where = [i for i, arg in enumerate(args) if arg == "--config" or arg.startswith("--config=")]
         drop = {j for i in where for j in ((i,) if "=" in args[i] else (i, i + 1))}
         args = [arg for i, arg in enumerate(args) if i not in drop]
-    resumed = _option(args, "--resume")
+    resumed = option(args, "--resume")
     if resumed is not None:
         return _resume_defaults(resumed, args, values)
-    name = _option(args, "--preset") or values.get("preset", "tiny-moe")
+    name = option(args, "--preset") or values.get("preset", "tiny-moe")
     if not isinstance(name, str):
         raise ValueError(f"preset: must be a name, got {name!r}")
     default = with_preset(name)
-    source = _option(args, "--init-from") or values.get("init_from")
+    source = option(args, "--init-from") or values.get("init_from")
     if isinstance(source, str):
         from jaxlib_icml.training.runs import has_checkpoint, model_of, read_config
 
-        run_dir = Path(_option(args, "--run-dir") or values.get("run_dir") or "")
+        run_dir = Path(option(args, "--run-dir") or values.get("run_dir") or "")
         # A run that has saved its own weights goes on without the model that it began with.
         goes_on = has_checkpoint(run_dir) and (run_dir / "config.json").is_file()
         default = dataclasses.replace(default, model=read_config(run_dir).model if goes_on else model_of(source))
-    base = _option(args, "--base") or values.get("base")
+    base = option(args, "--base") or values.get("base")
     if isinstance(base, str):
         from jaxlib_icml.training.transfer import with_base
 
@@ -254,13 +113,13 @@ def _resume_defaults(run: str, args: list[str], values: dict[str, Any]) -> tuple
     from jaxlib_icml.training.config import updated
     from jaxlib_icml.training.runs import read_config
 
-    if _option(args, "--run-dir") is not None:
+    if option(args, "--run-dir") is not None:
         raise ValueError("run_dir, resume: give one of them, not both")
     default = dataclasses.replace(read_config(Path(run)), run_dir=run)
     # Whatever ended the run before gives way to what is asked for now.
-    if "steps" in values or _option(args, "--steps") is not None:
+    if "steps" in values or option(args, "--steps") is not None:
         default = dataclasses.replace(default, minutes=None)
-    if "minutes" in values or _option(args, "--minutes") is not None:
+    if "minutes" in values or option(args, "--minutes") is not None:
         default = dataclasses.replace(default, steps=None)
     at = next(i for i, arg in enumerate(args) if arg.partition("=")[0] == "--resume")
     return updated(default, values), args[:at] + args[at + (1 if "=" in args[at] else 2) :]
@@ -276,7 +135,7 @@ def _train(args: list[str]) -> int:
         print("--attention KIND is short for --model.attention KIND.")
         print("--resume RUN continues a run with its own options; others may be given on top, such as --steps.\n")
     default, args = _train_defaults(args)
-    config = _parse(TrainConfig, args, "icml train", default)
+    config = parse(TrainConfig, args, "icml train", default)
     try:
         result = train(config, make_reporter())
     except Interrupted as stop:
@@ -297,7 +156,7 @@ def _train(args: list[str]) -> int:
 
 
 def _generate(args: list[str]) -> int:
-    config = _parse(GenerateConfig, _positional(args, "model"), "icml generate")
+    config = parse(GenerateConfig, positional(args, "model"), "icml generate")
     import jax
     import numpy as np
 
@@ -359,7 +218,7 @@ def _prompts(config: GenerateConfig, tokenizer: "Tokenizer") -> list["np.ndarray
 
 
 def _eval(args: list[str]) -> int:
-    config = _parse(EvalConfig, _positional(args, "model"), "icml eval")
+    config = parse(EvalConfig, positional(args, "model"), "icml eval")
     import math
 
     from jaxlib_icml.lm.hub import is_pretrained
@@ -399,7 +258,7 @@ def _eval(args: list[str]) -> int:
 
 
 def _import(args: list[str]) -> int:
-    config = _parse(ImportConfig, _positional(args, "path"), "icml import")
+    config = parse(ImportConfig, positional(args, "path"), "icml import")
     import jax
 
     from jaxlib_icml.training.runs import import_model
@@ -418,7 +277,7 @@ def _import(args: list[str]) -> int:
 
 
 def _export(args: list[str]) -> int:
-    config = _parse(ExportConfig, _positional(args, "run"), "icml export")
+    config = parse(ExportConfig, positional(args, "run"), "icml export")
     from jaxlib_icml.lm.hub import export_model
     from jaxlib_icml.training.runs import load_model
 
@@ -440,7 +299,7 @@ def _export(args: list[str]) -> int:
 
 
 def _prune(args: list[str]) -> int:
-    config = _parse(PruneConfig, _positional(args, "run"), "icml prune")
+    config = parse(PruneConfig, positional(args, "run"), "icml prune")
     from jaxlib_icml.lm import cache_bytes
     from jaxlib_icml.training.pruning import prune_run
 
@@ -456,7 +315,7 @@ def _prune(args: list[str]) -> int:
 
 
 def _grow(args: list[str]) -> int:
-    config = _parse(GrowConfig, _positional(args, "run"), "icml grow")
+    config = parse(GrowConfig, positional(args, "run"), "icml grow")
     import jax
 
     from jaxlib_icml.lm.growth import active_parameters
@@ -490,11 +349,38 @@ def _grow(args: list[str]) -> int:
     return 0
 
 
-def _positional(args: list[str], name: str) -> list[str]:
-    """Let the first argument be a value instead of `--name VALUE`."""
-    if args and not args[0].startswith("-"):
-        return [f"--{name}", *args]
-    return args
+def _convert(args: list[str]) -> int:
+    config = parse(ConvertConfig, positional(args, "run"), "icml convert-moe")
+    from jaxlib_icml.moe.prism_convert import LayerReport
+    from jaxlib_icml.moe.prism_moe import PrismConfig
+    from jaxlib_icml.training.converting import convert_run
+
+    prism = PrismConfig(config.shared_ratio, config.num_experts, config.num_active)
+
+    def show(layer: int, report: LayerReport) -> None:
+        errors = f"{report.shared_error:.3f} of the shared part, {report.cut_error:.3f} with experts"
+        print(f"layer {layer:<9} error {errors}, {report.error:.3f} repaired; load entropy {report.entropy:.3f}")
+
+    model, report = convert_run(
+        config.run,
+        config.out,
+        prism,
+        tokens=config.tokens,
+        own_text=config.own_text,
+        compensate=config.compensate,
+        router_delta=config.router_delta,
+        learning_rate=config.learning_rate,
+        steps=config.steps,
+        seed=config.seed,
+        on_layer=show,
+    )
+    print(f"active          {100 * prism.active_share:.1f} % of the hidden units of {model.config.num_layers} layers")
+    exact = f"{report.exact_difference:.3g} with all experts"
+    print(f"logits          differ by at most {report.largest_difference:.3g}, {exact}")
+    print(f"loss            {report.loss[0]:.4f} before, {report.loss[1]:.4f} after (nats per token of a sample)")
+    print(f"run folder      {config.out}")
+    print(f"next            icml train --resume {config.out}")
+    return 0
 
 
 def _info(args: list[str]) -> int:
@@ -539,6 +425,7 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "import": (_import, "make a run of a model that somebody else trained"),
     "prune": (_prune, "shrink the cache of a run with L2A: no global attention where it is hardly used"),
     "grow": (_grow, "make a run's model deeper, and its experts more, to go on training"),
+    "convert-moe": (_convert, "cut a dense run's feed-forward blocks into experts"),
     "export": (_export, "write a run as a Hugging Face folder"),
     "info": (_info, "devices, versions and presets"),
 }

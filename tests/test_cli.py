@@ -79,7 +79,7 @@ def test_toml_sets_defaults_and_flags_win(text, tmp_path, capsys):
     file.write_text('preset = "tiny-dense"\nsteps = 9\n[model]\nwidth = 24\nnum_heads = 2\n')
     default, rest = cli._train_defaults(["--config", str(file), "--steps", "2"])
     assert rest == ["--steps", "2"]
-    config = cli._parse(TrainConfig, rest, "icml train", default)
+    config = cli.parse(TrainConfig, rest, "icml train", default)
     assert (config.preset, config.steps, config.model.width, config.model.num_experts) == (
         "tiny-dense",
         2,

@@ -91,6 +91,8 @@ class LMConfig:
     """Hidden width of an expert that every token uses; 0: none."""
     moe_gate: Literal["sigmoid", "softmax", "softmax_renorm", "cosine"] = "softmax_renorm"
     """How router scores become the weights of the chosen experts."""
+    moe_router_delta: int = 0
+    """Hidden width of a learned correction of the cosine gate's logits; 0: none."""
     moe_balance: Literal["loss", "bias"] = "loss"
     """Balance experts with an auxiliary loss, or only with selection biases that see the load."""
     aux_loss_weight: float = 0.01
@@ -169,6 +171,10 @@ class LMConfig:
             raise ValueError(f"pruned_layers: must be layers below {self.num_layers}, got {self.pruned_layers}")
         if self.num_experts and self.mlp_bias:
             raise ValueError("mlp_bias: experts have no biases")
+        if self.moe_router_delta < 0 or (self.moe_router_delta and self.moe_gate != "cosine"):
+            raise ValueError(
+                f"moe_router_delta: must be 0, or positive for the cosine gate, got {self.moe_router_delta}"
+            )
         if self.num_experts < 0:
             raise ValueError(f"num_experts: must be 0 (dense) or positive, got {self.num_experts}")
         if self.num_experts and self.num_active_experts > self.num_experts:

@@ -50,6 +50,7 @@ class Block(nnx.Module):
                 gate=config.moe_gate,
                 activation=config.activation,
                 shared_expert_width=config.shared_expert_width,
+                router_delta_width=config.moe_router_delta,
                 dtype=config.compute_dtype,
                 rngs=rngs,
             )

@@ -16,7 +16,16 @@ from jaxlib_icml.moe.dispatch import (
 )
 from jaxlib_icml.moe.expert_parallel import can_split, context_mesh, expert_parallel
 from jaxlib_icml.moe.routing import COMBINES, GATES, Routing, RoutingStats, route, router_logits
-from jaxlib_icml.nn import ACTIVATIONS, FeedForward, Initializer, Kernel, fan_in_normal, logical_axes
+from jaxlib_icml.nn import (
+    ACTIVATIONS,
+    FeedForward,
+    Initializer,
+    Kernel,
+    activate,
+    fan_in_normal,
+    logical_axes,
+    logical_param,
+)
 
 __all__ = ["ExpertBias", "SparseMoE"]
 
@@ -25,6 +34,23 @@ PATHS = ("auto", "dense", "blocked", "ragged", "expert_parallel")
 
 class ExpertBias(nnx.Variable):
     """Selection bias of the experts, (experts,). Not an `nnx.Param`: optimizers never see it."""
+
+
+class _RouterDelta(nnx.Module):
+    """tanh(a) tanh(W_2 gelu(x W_1)), which starts as 0: a learned correction of a router's logits."""
+
+    def __init__(self, width: int, hidden: int, num_experts: int, init: Initializer, dtype: Any, rngs: nnx.Rngs):
+        self.up = Kernel(init(rngs.params(), (width, hidden), dtype), "embed", None)
+        # a starts at 0.1, so that the zero matrix behind it gets gradients.
+        self.down = Kernel(jnp.zeros((hidden, num_experts), dtype), None, None)
+        self.scale = logical_param(jnp.full((), 0.1, dtype))
+
+    def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens experts"]:
+        x, up, down, scale = (
+            v.astype(jnp.promote_types(v.dtype, jnp.float32))
+            for v in (x, self.up.kernel[...], self.down.kernel[...], self.scale[...])
+        )
+        return jnp.tanh(scale) * jnp.tanh(activate((x @ up,)) @ down)
 
 
 class SparseMoE(nnx.Module):
@@ -63,6 +89,7 @@ class SparseMoE(nnx.Module):
         path: str = "auto",
         block_size: int = 128,
         cosine_scale: float = 10.0,
+        router_delta_width: int = 0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
@@ -85,6 +112,8 @@ class SparseMoE(nnx.Module):
             ragged otherwise.
           block_size: rows of one matrix product of the blocked path.
           cosine_scale: logits of the cosine gate are this times the cosine.
+          router_delta_width: hidden features of a correction tanh(a) tanh(MLP(x)) of the cosine gate's logits, with
+            a learned scalar a and an MLP whose last matrix starts at 0; 0 for none.
           dtype: compute dtype of the experts; default the promotion of input and parameter dtypes. The router
             computes in float32 whatever this is.
           param_dtype: dtype of the weights.
@@ -109,6 +138,8 @@ class SparseMoE(nnx.Module):
             raise ValueError(f"num_active must be at most num_experts = {num_experts}, got {num_active}")
         if shared_expert_width < 0:
             raise ValueError(f"shared_expert_width must be 0 or more, got {shared_expert_width}")
+        if router_delta_width < 0 or (router_delta_width and gate != "cosine"):
+            raise ValueError(f"router_delta_width must be 0, or positive for the cosine gate, got {router_delta_width}")
         if not cosine_scale > 0:
             raise ValueError(f"cosine_scale must be positive, got {cosine_scale}")
         if combine is None:
@@ -130,6 +161,8 @@ class SparseMoE(nnx.Module):
         init = kernel_init or fan_in_normal()
         shape = (width, num_experts)
         self.router = Kernel(init(rngs.params(), shape, param_dtype), "embed", None)
+        if router_delta_width:
+            self.router_delta = _RouterDelta(width, router_delta_width, num_experts, init, param_dtype, rngs)
         feed_forward = functools.partial(
             FeedForward,
             width,
@@ -146,8 +179,11 @@ class SparseMoE(nnx.Module):
 
     def route(self, x: Float[Array, "tokens features"], token_mask: Bool[Array, " tokens"] | None = None) -> Routing:
         """Choices, weights, logits and statistics for tokens, without running the experts."""
+        logits = router_logits(x, self.router.kernel[...], gate=self.gate, cosine_scale=self.cosine_scale)
+        if hasattr(self, "router_delta"):
+            logits = logits + self.router_delta(x)
         return route(
-            router_logits(x, self.router.kernel[...], gate=self.gate, cosine_scale=self.cosine_scale),
+            logits,
             self.expert_bias[...],
             num_active=self.num_active,
             gate=self.gate,

@@ -53,18 +53,40 @@ def capped_step(
     Raises:
       ValueError: Values that are not finite.
     """
-    h, r = hidden.astype(jnp.float32), missing.astype(jnp.float32)
-    gram = np.asarray(jnp.einsum("ta,tb->ab", h, h, precision=lax.Precision.HIGHEST), np.float64)
-    cross = np.asarray(jnp.einsum("ta,tb->ab", h, r, precision=lax.Precision.HIGHEST), np.float64)
-    if not (np.all(np.isfinite(gram)) and np.all(np.isfinite(cross))):
+    gram, cross = _normal_equations(hidden, missing)
+    return _capped(gram, cross, old, ridge, cap)
+
+
+@jax.jit
+def _normal_equations(h: Array, r: Array) -> tuple[Array, Array]:
+    h, r = h.astype(jnp.float32), r.astype(jnp.float32)
+    product = lambda a, b: jnp.einsum("ta,tb->ab", a, b, precision=lax.Precision.HIGHEST)  # noqa: E731
+    return product(h, h), product(h, r)
+
+
+def _capped(gram: Array, cross: Array, old: Array, ridge: float, cap: float) -> tuple[Array, float]:
+    a, b = np.asarray(gram, np.float64), np.asarray(cross, np.float64)
+    if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b))):
         raise ValueError("hidden, missing: are not finite")
-    step = ridge_solve(gram, cross, ridge)
+    step = ridge_solve(a, b, ridge)
     size = float(np.linalg.norm(np.asarray(old, np.float64)))
     length = float(np.linalg.norm(step))
     if length > cap * size:
         step *= cap * size / length
         length = cap * size
     return jnp.asarray(step, jnp.float32), length / size if size else 0.0
+
+
+@jax.jit
+def _choice_equations(expert: DenseFFN, x: Array, left: Array, weight: Array, mine: Array) -> tuple[Array, Array]:
+    """Normal equations over the tokens of one choice; others count as zeros, so that all choices share a program."""
+    h = jnp.where(mine[:, None], weight[:, None] * expert.hidden(x), 0)
+    return _normal_equations(h, left)
+
+
+@jax.jit
+def _taken_off(expert: DenseFFN, x: Array, left: Array, weight: Array, step: Array) -> Array:
+    return left - (weight[:, None] * expert.hidden(x)) @ step
 
 
 def compensate_shared(
@@ -125,21 +147,16 @@ def compensate_experts(
     number, size = experts.down.shape[:2]
     weights = jnp.ones(indices.shape, x.dtype) if weights is None else weights
     steps, left, down = np.zeros((k, number)), missing, experts.down
-    chosen = np.asarray(indices)
+    counts = [np.bincount(np.asarray(indices[:, s]), minlength=number) for s in range(k)]
     for s in range(k):
         needed = max(config.min_tokens, size * (0.5 + 0.5 * s / max(k - 1, 1)))
         ridge, cap = config.expert_ridge * config.rank_factor**s, config.expert_cap / config.rank_factor**s
-        for e in range(number):
-            mine = np.flatnonzero(chosen[:, s] == e)
-            if len(mine) < needed:
-                continue
-            users = np.flatnonzero((chosen == e).any(axis=1))
+        for e in np.flatnonzero(counts[s] >= needed):
             expert = jax.tree.map(lambda matrix, e=e: matrix[e], experts._replace(down=down))
-            h = expert.hidden(x[users])
-            weight = jnp.sum(jnp.where(indices[users] == e, weights[users], 0), axis=1)[:, None]
-            fitted = np.searchsorted(users, mine)
-            step, steps[s, e] = capped_step((weight * h)[fitted], left[mine], down[e], ridge, cap)
-            left = left.at[users].add(-(weight * h) @ step)
+            weight = jnp.sum(jnp.where(indices == e, weights, 0), axis=1)
+            gram, cross = _choice_equations(expert, x, left, weight, indices[:, s] == e)
+            step, steps[s, e] = _capped(gram, cross, down[e], ridge, cap)
+            left = _taken_off(expert, x, left, weight, step)
             down = down.at[e].add(step.astype(down.dtype))
     new = split._replace(experts=experts._replace(down=down))
     return new, left, Repair(_rms(missing), _rms(left), steps)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 __all__ = [
     "PrismLosses",
@@ -161,7 +161,7 @@ def output_distillation(
 
 def dynamic_bias(
     bias: Float[Array, "*layers experts"],
-    load: Float[Array, "*layers experts"],
+    load: Num[Array, "*layers experts"],
     *,
     rate: float = 1.0,
     limit: float = 2.0,

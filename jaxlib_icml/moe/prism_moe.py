@@ -12,7 +12,7 @@ whatever the caller numbers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxlib_icml.nn import activate
 
@@ -165,21 +165,15 @@ class SplitFFN(NamedTuple):
     experts: DenseFFN
 
 
-def taylor_importance(
-    loss_fn: Callable[[Any, Any], Array],
-    params: Any,
-    batches: Iterable[Any],
-    select: Callable[[Any], DenseFFN],
-) -> Float[Array, " hidden"]:
+def taylor_importance(grads: Iterable[DenseFFN], ffn: DenseFFN) -> Float[Array, " hidden"]:
     """First-order change of the loss when a hidden unit is removed, by absolute values.
 
-    I_j sums over batches Σ |∂L/∂w w| over the unit's row of every input matrix, its biases and its row of the last one.
+    I_j sums over batches Σ |∂L/∂w w| over the unit's column of every input matrix, its biases and its row of the last
+    one.
 
     Args:
-      loss_fn: (params, batch) -> loss.
-      params: Parameters of the whole model.
-      batches: Calibration batches.
-      select: From a tree like `params` to the block's weights.
+      grads: Gradients of the loss with respect to the block's weights, one for each calibration batch.
+      ffn: The block's weights.
 
     Returns:
       I.
@@ -187,17 +181,15 @@ def taylor_importance(
     Raises:
       ValueError: No batches, or an importance that is not finite.
     """
-    gradient = jax.jit(jax.grad(loss_fn))
     total: Any = None
-    for batch in batches:
-        weights, grads = select(params), select(gradient(params, batch))
-        parts = [jnp.sum(jnp.abs(g * w), axis=0) for g, w in zip(grads.inputs, weights.inputs, strict=True)]
-        parts += [jnp.abs(g * w) for g, w in zip(grads.input_biases, weights.input_biases, strict=True)]
-        parts.append(jnp.sum(jnp.abs(grads.down * weights.down), axis=1))
+    for grad in grads:
+        parts = [jnp.sum(jnp.abs(g * w), axis=0) for g, w in zip(grad.inputs, ffn.inputs, strict=True)]
+        parts += [jnp.abs(g * w) for g, w in zip(grad.input_biases, ffn.input_biases, strict=True)]
+        parts.append(jnp.sum(jnp.abs(grad.down * ffn.down), axis=1))
         total = sum(parts) if total is None else total + sum(parts)
     if total is None:
-        raise ValueError("batches: there are none to calibrate on")
-    _check_finite("batches: importances", total)
+        raise ValueError("grads: no batches to calibrate on")
+    _check_finite("grads: importances", total)
     return total
 
 
@@ -509,7 +501,7 @@ def route_counts(logits: Float[Array, "tokens experts"], bias: Float[Array, " ex
 
 
 def balance_bias(
-    counts: Int[Array, " experts"],
+    counts: Num[Array, " experts"],
     bias: Float[Array, " experts"] | None = None,
     *,
     rate: float = 0.25,

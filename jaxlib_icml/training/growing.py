@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
 from jaxlib_icml.lm import abstract_transformer
@@ -15,10 +13,10 @@ from jaxlib_icml.lm.growth import cliff_index, grow, grown_config, norm_profile
 from jaxlib_icml.moe.growth import grow_opt_state
 from jaxlib_icml.training.checkpoints import Checkpointer
 from jaxlib_icml.training.config import TrainConfig
-from jaxlib_icml.training.corpus import load_corpus
 from jaxlib_icml.training.mesh import make_mesh
 from jaxlib_icml.training.optimizers import make_optimizer
 from jaxlib_icml.training.runs import LoadedRun, load_run, new_folder, read_config, save_model, write_run
+from jaxlib_icml.training.samples import sample_loss, sample_rows
 from jaxlib_icml.training.step import TrainState, make_train_program, restore_state, save_state
 from jaxlib_icml.training.transfer import BASE_FILE, Transfer, base_text, transferred
 
@@ -126,27 +124,10 @@ def _restored(
 
 def _report(run: LoadedRun, grown: LoadedRun, config: TrainConfig, continues: bool) -> GrowthReport:
     """Both models on a sample of text."""
-    corpus = load_corpus(config.data, held_out_fraction=config.held_out_fraction, text_field=config.text_field)
-    text = "".join(document.text for document in (corpus.held_out or corpus.train))[: 64 * run.config.context_length]
-    length = min(run.config.context_length, 512)
-    ids = np.concatenate([[run.tokenizer.start_id], *run.tokenizer.encode_batch([text])])[: 8 * length]
-    rows = ids[: max(1, len(ids) // length) * length].reshape(-1, min(length, len(ids))).astype(np.int32)
-    (before, logits), (after, new) = _loss(run, rows), _loss(grown, rows)
+    rows = sample_rows(run, config, 8)
+    (before, logits), (after, new) = sample_loss(run, rows), sample_loss(grown, rows)
     base, profile = norm_profile(run.state), norm_profile(grown.state)
     cliff = (float("nan"),) * 2
     if run.config.num_layers > 1:
         cliff = max(cliff_index(base, base).values()), max(cliff_index(profile, base).values())
     return GrowthReport(float(jnp.max(jnp.abs(new - logits))), (before, after), cliff, continues)
-
-
-def _loss(run: LoadedRun, rows: np.ndarray) -> tuple[float, jax.Array]:
-    """Nats per token and logits."""
-
-    @jax.jit
-    def apply(state, rows):
-        model = nnx.merge(run.graphdef, state)
-        return model.logits(model(rows).hidden).astype(jnp.float32)
-
-    logits = apply(run.state, rows)
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], jnp.asarray(rows[:, 1:]))
-    return float(jnp.mean(nats)), logits
