@@ -14,7 +14,7 @@ class Method:
       name: `<family>/<method>`, the method's address.
       import_path: Dotted path of what a user imports.
       paper: The paper's title.
-      arxiv: Its arXiv id.
+      arxiv: Its arXiv id; empty where none is known.
       experiment: Name of the experiment that puts it against a baseline; empty for none yet.
       status: What is there and what is not, in a few words.
     """
@@ -42,9 +42,10 @@ METHODS: tuple[Method, ...] = (
         import_path="jaxlib_icml.moe.growth.apply_growth",
         paper="Beyond Sunk Costs: Boosting LLM Pre-training Efficiency via Orthogonal Growth of Mixture-of-Experts",
         arxiv="2510.08008",
-        experiment="",
-        status="both operators for parameters and optimizer states, diagnostics, `icml grow`; its experiment, and "
-        "resuming with the state of the optimizer, are to come",
+        experiment="moe/growth",
+        status="both operators for parameters and optimizer states, `icml grow`; a grown model beats one from scratch "
+        "at equal further and at equal total compute, the more so the later; noise and new experts make no difference "
+        "here",
     ),
     Method(
         name="moe/layers",
@@ -52,7 +53,25 @@ METHODS: tuple[Method, ...] = (
         paper="Hyperparameter Transfer with Mixture-of-Experts Layers",
         arxiv="2601.20205",
         experiment="lm/pretrain",
-        status="the layer with its gates, balancing and three paths; the transfer rules are not there yet",
+        status="the layer with its gates, balancing, three paths on one device, and experts spread over many",
+    ),
+    Method(
+        name="moe/parameterization",
+        import_path="jaxlib_icml.moe.transfer_optimizer",
+        paper="Hyperparameter Transfer with Mixture-of-Experts Layers",
+        arxiv="2601.20205",
+        experiment="moe/parameterization",
+        status="rules as data, optimizer (Adam, OLion, Muon), initial values, mean-field quantities, coordinate check, "
+        "sweeps, `icml train --parameterization`; the best rate stays the same octave over width, depth and experts",
+    ),
+    Method(
+        name="moe/prism_moe",
+        import_path="jaxlib_icml.moe.prism_convert.convert_ffn",
+        paper="Prism-MoE: Efficient Dense-to-MoE Conversion for Visual Autoregressive Generation",
+        arxiv="",
+        experiment="",
+        status="conversion, repair and losses for any feed-forward block, `icml convert-moe` for language models; "
+        "images and the experiment are to come",
     ),
     Method(
         name="optim/gradient_stabilizer",
@@ -84,7 +103,7 @@ def method_table() -> str:
         (
             f"`{method.name}`",
             f"`{method.import_path}`",
-            f"[{method.paper}](https://arxiv.org/abs/{method.arxiv})",
+            f"[{method.paper}](https://arxiv.org/abs/{method.arxiv})" if method.arxiv else method.paper,
             f"`{method.experiment}`" if method.experiment else "–",
             method.status,
         )

@@ -154,7 +154,7 @@ def test_registered_methods_can_be_imported_where_they_say(method):
     package, _, attribute = method.import_path.rpartition(".")
     found = getattr(importlib.import_module(package), attribute)
     assert found.__module__.startswith(f"jaxlib_icml.{family}.")
-    assert re.fullmatch(r"\d{4}\.\d{5}", method.arxiv)
+    assert re.fullmatch(r"(\d{4}\.\d{5})?", method.arxiv)
     assert method.status
 
 

@@ -64,7 +64,7 @@ def test_make_targets_exist():
 @pytest.mark.parametrize("words", [words for words in _commands() if words[0] == "icml"], ids=" ".join)
 def test_icml_commands_and_their_flags_exist(words, capsys):
     assert icml(["--help"]) == 0
-    assert words[1] in re.findall(r"^\s+(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert words[1] in re.findall(r"^\s+([\w-]+)", capsys.readouterr().out, re.MULTILINE)
     flags = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
     if flags:
         with pytest.raises(SystemExit) as stop:

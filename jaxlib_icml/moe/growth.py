@@ -194,9 +194,10 @@ def apply_growth(
         elif path[-1] == "expert_bias":
             # Duplication halves probabilities, but not what is added to them.
             new = jnp.concatenate([x if gate == "sigmoid" else x / factor] * factor, axis=axis)
-        else:
+        elif key is None or noise == 0:
             new = jnp.concatenate([x] * factor, axis=axis)
-            new = new if key is None else _perturbed(path, new, key, factor, noise, spec)
+        else:
+            new = _perturbed(path, x, key, factor, noise, spec, copied=False)
         if not copies or not any(_contains(path, names) for names in _OUTPUTS):
             return new
         layer = _layer_of(path)
@@ -238,37 +239,49 @@ def perturb_clones(
 
 
 def _perturbed(
-    path: _Path, x: Array, key: Array, factor: int, noise: float, spec: Mapping[tuple[str, ...], int]
+    path: _Path,
+    x: Array,
+    key: Array,
+    factor: int,
+    noise: float,
+    spec: Mapping[tuple[str, ...], int],
+    *,
+    copied: bool = True,
 ) -> Array:
+    """`x` with noisy copies of its experts: in the place of those that it has, or behind it."""
     axis = _expert_axis(path, spec)
     if axis is None or path[-1] == "expert_bias" or noise == 0 or factor == 1:
         return x
-    if x.shape[axis] % factor:
+    if copied and x.shape[axis] % factor:
         raise ValueError(f"factor: {factor} does not divide the {x.shape[axis]} experts of {_spelled(path)}")
     name = jax.random.fold_in(key, zlib.crc32(_spelled(_without_layer(path)).encode()))
     stacked = _is_stacked(path)
     first = 0 if stacked else _layer_of(path) or 0
-    return _with_noise(x, name, jnp.array(first), jnp.float32(noise), axis=axis, factor=factor, stacked=stacked)
+    options = {"axis": axis, "factor": factor, "stacked": stacked, "copied": copied}
+    return _with_noise(x, name, jnp.array(first), jnp.float32(noise), **options)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "factor", "stacked"))
+@functools.partial(jax.jit, static_argnames=("axis", "factor", "stacked", "copied"))
 def _with_noise(
-    x: Array, key: Array, first_layer: Array, noise: Array, *, axis: int, factor: int, stacked: bool
+    x: Array, key: Array, first_layer: Array, noise: Array, *, axis: int, factor: int, stacked: bool, copied: bool
 ) -> Array:
-    """Noise for the copies; `x` is (*matrix) with experts at `axis`, or (layers, *matrix)."""
+    """`x` is (*matrix) with experts at `axis`, or (layers, *matrix)."""
 
     def one_layer(x: Array, layer: Array) -> Array:
         experts = jnp.moveaxis(x, axis, 0)
-        originals = experts.shape[0] // factor
+        originals = experts.shape[0] // factor if copied else experts.shape[0]
         std = jnp.std(experts[:originals].astype(jnp.float32), axis=tuple(range(1, x.ndim)))
 
         def clone(expert: Array, scale: Array, matrix: Array) -> Array:
             drawn = _hashed_normal(jax.random.fold_in(jax.random.fold_in(key, layer), expert), matrix.shape)
             return (matrix + noise * scale * drawn).astype(matrix.dtype)
 
-        numbers = jnp.arange(originals, experts.shape[0])
-        clones = jax.vmap(clone)(numbers, jnp.tile(std, factor - 1), experts[originals:])
-        return jnp.moveaxis(experts.at[originals:].set(clones), 0, axis)
+        parts = [experts[:originals]]
+        for i in range(1, factor):
+            numbers = jnp.arange(i * originals, (i + 1) * originals)
+            source = experts[i * originals : (i + 1) * originals] if copied else experts
+            parts.append(jax.vmap(clone)(numbers, std, source))
+        return jnp.moveaxis(jnp.concatenate(parts), 0, axis)
 
     if not stacked:
         return one_layer(x, first_layer)
