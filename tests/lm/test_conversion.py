@@ -51,6 +51,7 @@ def test_with_all_experts_it_is_the_dense_model(change):
     assert float(jnp.abs(few - logits(config, state, TOKENS)).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_repair_brings_the_layers_closer():
     _, state = model(CONFIG)
     seen = []
@@ -62,6 +63,7 @@ def test_repair_brings_the_layers_closer():
         assert 0 < report.shared_step <= 0.05 + 1e-6
 
 
+@pytest.mark.slow
 def test_own_text():
     graphdef, state = model(CONFIG)
     own = trajectory_of(graphdef, state, TOKENS[:, :10], jax.random.key(0), 32)

@@ -34,6 +34,7 @@ def tokens(rows=4, seq=16, seed=0):
     return jax.random.randint(jax.random.key(seed), (rows, seq), 0, 40)
 
 
+@pytest.mark.slow
 def test_factors_of_the_forward_pass():
     """Scales equal weights multiplied by hand."""
     plain = Transformer(dataclasses.replace(CONFIG, moe_gate="sigmoid"), rngs=nnx.Rngs(0))

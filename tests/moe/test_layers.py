@@ -310,7 +310,7 @@ def test_kernel_init_sees_one_matrix_at_a_time():
         ({"gate": "relu"}, "gate must be one of sigmoid, softmax, softmax_renorm, cosine, got 'relu'"),
         ({"combine": "max"}, "combine must be one of mean, sum, soft, got 'max'"),
         ({"activation": "relu"}, "activation must be one of swiglu, gelu, got 'relu'"),
-        ({"path": "sparse"}, "path must be one of auto, dense, blocked, ragged, got 'sparse'"),
+        ({"path": "sparse"}, "path must be one of auto, dense, blocked, ragged, expert_parallel, got 'sparse'"),
     ],
 )
 def test_bad_constructor_arguments(arguments, message):

@@ -20,6 +20,7 @@ from jaxlib_icml.moe.prism_moe import (
 from tests.moe.prism_problems import dense, planted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gated", "biases"), list(itertools.product((False, True), repeat=2)))
 def test_all_experts_are_the_dense_block(gated, biases):
     ffn = dense(gated=gated, biases=biases)
@@ -44,6 +45,7 @@ def test_all_experts_are_the_dense_block_in_float64():
         assert float(jnp.abs(converted(x, 12) - ffn(x)).max()) < 1e-12
 
 
+@pytest.mark.slow
 def test_the_layer_computes_what_the_conversion_says():
     ffn = dense(gated=True)
     x = jax.random.normal(jax.random.key(3), (200, 16))

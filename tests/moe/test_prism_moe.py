@@ -190,6 +190,7 @@ def test_balance_converges_without_setbacks():
     assert entropies[-1] >= 0.99 * np.log(12)
 
 
+@pytest.mark.slow
 def test_cosine_routing_sees_directions_only():
     layer = SparseMoE(16, 8, 6, 2, gate="cosine", router_delta_width=4, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (40, 16))

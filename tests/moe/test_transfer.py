@@ -88,6 +88,7 @@ def test_away_from_the_base_every_group_has_its_rate_eps_and_decay():
         np.testing.assert_allclose(got, expected, rtol=2e-5, err_msg=str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["olion", "muon"])
 def test_matrices_get_the_direction_and_the_rest_adam(inner):
     start = params(WIDE)
