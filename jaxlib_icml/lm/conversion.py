@@ -17,6 +17,7 @@ from jaxlib_icml.moe.prism_convert import ConvertedFFN, LayerReport, convert_ffn
 from jaxlib_icml.moe.prism_moe import (
     DenseFFN,
     PrismConfig,
+    TrajectoryStats,
     accumulate_stats,
     taylor_importance,
     trajectory_stats,
@@ -26,6 +27,8 @@ from jaxlib_icml.nn import rotary_angles
 __all__ = ["Conversion", "convert_to_moe", "converted_config", "trajectory_of"]
 
 _TOKENS_AT_ONCE = 4096
+
+Partition = Callable[[DenseFFN, Array, TrajectoryStats, PrismConfig], tuple[Array, Array]]
 
 
 class Conversion(NamedTuple):
@@ -112,6 +115,7 @@ def convert_to_moe(
     num_steps: int = 8,
     router_delta: int = 0,
     compensate: bool = True,
+    partition: Partition | None = None,
     key: Key[Array, ""] | None = None,
     on_layer: Callable[[int, LayerReport], None] | None = None,
 ) -> Conversion:
@@ -130,6 +134,8 @@ def convert_to_moe(
       num_steps: Steps of the trajectory.
       router_delta: As in `converted_config`.
       compensate: Whether to repair.
+      partition: Another way to choose the units of the shared part and of each expert, from the block, its units'
+        importances, their statistics and `prism`; None: the paper's, `partition_units`.
       key: For the correction of the router; None: a fixed one.
       on_layer: Called with every layer's number and report.
 
@@ -174,7 +180,7 @@ def convert_to_moe(
         for part in _parts(theirs.shape[0]):
             stats = accumulate_stats(stats, ffn.hidden(theirs[part]), steps[part])
         try:
-            shared, groups = partition_units(ffn, importance[i], stats, prism)
+            shared, groups = (partition or partition_units)(ffn, importance[i], stats, prism)
             target = ffn(theirs)
             new, report = convert_ffn(ffn, shared, groups, ours, prism, target=target, compensate=compensate)
         except ValueError as error:
