@@ -70,8 +70,8 @@ METHODS: tuple[Method, ...] = (
         paper="Prism-MoE: Efficient Dense-to-MoE Conversion for Visual Autoregressive Generation",
         arxiv="",
         experiment="moe/prism_moe",
-        status="conversion, repair, losses and fine-tuning, `icml convert-moe`; on text, 37.5 % of the units come within "
-        "2 % of the dense loss after a tenth of its steps, random splits and pruning do not; images are to come",
+        status="conversion, repair, losses and fine-tuning, `icml convert-moe`; on text, 37.5 % of the units come "
+        "within 2 % of the dense loss after a tenth of its steps, random splits and pruning do not; images are to come",
     ),
     Method(
         name="optim/gradient_stabilizer",
