@@ -152,7 +152,7 @@ def _order_difference(state: Any, small: LMConfig, key: Any) -> float:
 def run(context: Context) -> Outcome:
     """All starts for all seeds."""
     budget = context.pick(
-        smoke=_Budget(20, 20, 2, 16, (3e-3,), (0.0, 0.5), 4),
+        smoke=_Budget(50, 20, 2, 16, (3e-3,), (0.0, 0.5), 4),
         laptop=_Budget(800, 320, 16, 64, (1.5e-3, 3e-3, 6e-3, 1.2e-2), (0.0, 0.1, 0.3, 0.6, 0.9), 256),
         full=_Budget(40_000, 10_000, 64, 512, (5e-4, 1e-3, 2e-3, 4e-3), (0.0, 0.1, 0.3, 0.6, 0.9), 2048),
     )
