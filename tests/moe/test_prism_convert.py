@@ -30,7 +30,7 @@ def test_all_experts_are_the_dense_block(gated, biases):
         split = split_ffn(ffn, jnp.asarray(units[:shared]), jnp.asarray(units[shared:].reshape(experts, -1)))
         router = jax.random.normal(jax.random.key(2), (16, experts))
         converted = ConvertedFFN(split, router, jnp.zeros(experts), ffn.down_bias)
-        np.testing.assert_allclose(converted(x, experts), ffn(x), atol=2e-5)
+        np.testing.assert_allclose(converted(x, experts), ffn(x), rtol=1e-5, atol=2e-5)
         sizes = [x.size for x in jax.tree.leaves(split)]
         assert sum(sizes) == sum(x.size for x in jax.tree.leaves(ffn)) - (16 if biases else 0)
 
