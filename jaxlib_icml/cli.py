@@ -115,7 +115,8 @@ def _resume_defaults(run: str, args: list[str], values: dict[str, Any]) -> tuple
 
     if option(args, "--run-dir") is not None:
         raise ValueError("run_dir, resume: give one of them, not both")
-    default = dataclasses.replace(read_config(Path(run)), run_dir=run)
+    # The run holds its base model itself; the file that it came from may be gone.
+    default = dataclasses.replace(read_config(Path(run)), run_dir=run, base=None)
     # Whatever ended the run before gives way to what is asked for now.
     if "steps" in values or option(args, "--steps") is not None:
         default = dataclasses.replace(default, minutes=None)

@@ -21,7 +21,7 @@ from experiments.context import Context
 from experiments.optim.byte_lm import draw_batches, even_windows, source_text, warmup_cosine
 from experiments.protocol import Claim, Experiment, Outcome, at_least, at_most
 from jaxlib_icml.lm import LMConfig, Transformer, abstract_transformer, split_model
-from jaxlib_icml.lm.conversion import Conversion, convert_to_moe, trajectory_of
+from jaxlib_icml.lm.conversion import Conversion, convert_to_moe, trajectory_of, unit_importances
 from jaxlib_icml.lm.distillation import DistillationWeights, distillation_loss, move_biases, trainable
 from jaxlib_icml.lm.loss import loss_fn
 from jaxlib_icml.moe.prism_convert import partition_units
@@ -294,7 +294,8 @@ def run(context: Context) -> Outcome:
                     entropies.append(float(entropy.min()))
                     dead.append(float((share_of < 1e-4).sum()))
                 bar.advance(loss=after[name][-1])
-            importances = _importances_of(dense, state, batches(seed + 7, 1)[0])
+            rows = jnp.asarray(batches(seed + 7, 1)[0], jnp.int32)
+            importances = unit_importances(nnx.merge(graph, state), rows)
             smaller, pruned = _pruned(dense, state, 0.375, importances)
             zero_shot["37.5 %"].setdefault("pruned", []).append(_validate(smaller, pruned, held_out))
             pruned = _tune_pruned(smaller, pruned, dense, state, data, fine_rate)
@@ -332,18 +333,6 @@ def run(context: Context) -> Outcome:
             f"{', '.join(f'{r:g}' for r in budget.fine_grid)}.",
         ),
     )
-
-
-def _importances_of(config: LMConfig, state: nnx.State, windows: np.ndarray) -> list[Any]:
-    """|w dL/dw| summed over the matrices of every hidden unit, by layer."""
-    graphdef = nnx.split(abstract_transformer(config))[0]
-    grads = jax.grad(lambda s: loss_fn(graphdef, s, _batch(jnp.asarray(windows)))[0], allow_int=True)(state)
-    found = []
-    for i in range(config.num_layers):
-        ours, theirs = state["layers"][i]["mlp"], grads["layers"][i]["mlp"]
-        up = jnp.sum(jnp.abs(ours["up"]["kernel"][...] * theirs["up"]["kernel"][...]), axis=0)
-        found.append(up + jnp.sum(jnp.abs(ours["down"]["kernel"][...] * theirs["down"]["kernel"][...]), axis=1))
-    return found
 
 
 def plot(figure: Any, data: Mapping[str, Any]) -> None:

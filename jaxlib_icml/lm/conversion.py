@@ -24,7 +24,7 @@ from jaxlib_icml.moe.prism_moe import (
 )
 from jaxlib_icml.nn import rotary_angles
 
-__all__ = ["Conversion", "convert_to_moe", "converted_config", "trajectory_of"]
+__all__ = ["Conversion", "convert_to_moe", "converted_config", "trajectory_of", "unit_importances"]
 
 _TOKENS_AT_ONCE = 4096
 
@@ -157,7 +157,7 @@ def convert_to_moe(
     trajectory = tokens if trajectory is None else trajectory
     flat_config = dataclasses.replace(config, scan_layers=False)
     dense = nnx.merge(nnx.split(abstract_transformer(flat_config))[0], _unstacked(state, config))
-    importance = _importances(dense, tokens)
+    importance = unit_importances(dense, tokens)
 
     positions = jnp.arange(trajectory.shape[1])
     steps = jnp.tile(positions * num_steps // trajectory.shape[1], trajectory.shape[0])
@@ -218,8 +218,19 @@ def _embedded(model: Transformer, tokens: Array) -> Array:
     return x
 
 
-def _importances(model: Transformer, tokens: Array) -> list[Array]:
-    """Taylor importances of all layers' units, by the loss of predicting `tokens`."""
+def unit_importances(model: Transformer, tokens: Int[Array, "rows seq"]) -> list[Array]:
+    """`taylor_importance` of the hidden units of all layers, by the loss of predicting `tokens`.
+
+    Args:
+      model: A dense model, layers not scanned.
+      tokens: Text.
+
+    Returns:
+      (hidden,) for each layer.
+
+    Raises:
+      ValueError: Importances that are not finite, with the layer.
+    """
     graphdef, params, rest = split_model(model)
     batch = max(1, _TOKENS_AT_ONCE // tokens.shape[1])
     batches = [tokens[start : start + batch] for start in range(0, tokens.shape[0], batch)]

@@ -152,7 +152,8 @@ def convert_ffn(
       The converted block, and a report.
 
     Raises:
-      ValueError: No tokens, values that are not finite, or units that are in no part or in two.
+      ValueError: No tokens, values that are not finite, a block that puts out zeros, or units that are in no part or in
+        two.
     """
     if not x.shape[0]:
         raise ValueError("x: no tokens to calibrate on")
@@ -167,6 +168,8 @@ def convert_ffn(
 
     target = ffn(x) if target is None else target
     size = float(jnp.linalg.norm(target))
+    if not size > 0:
+        raise ValueError("target: the dense block puts out nothing, so that there is nothing to come close to")
     missing = target - converted(x, config.num_active)
     cut = float(jnp.linalg.norm(missing)) / size
     alone = jnp.zeros_like(target) if split.shared is None else split.shared(x)

@@ -85,6 +85,8 @@ def grow_run(
         run.state, run.config, key=jax.random.key(seed), depth=depth, width=width, noise=noise, method=method
     )
     grown = LoadedRun(model, run.tokenizer, nnx.split(abstract_transformer(model))[0], state, 0)
+    # Old and new run hold the base model of their rules themselves.
+    config = dataclasses.replace(config, base=None)
     new = dataclasses.replace(config, model=model, init_from=str(path), run_dir=str(out))
     if steps is not None:
         schedule = dataclasses.replace(config.optimizer, warmup_steps=max(1, steps // 100))

@@ -96,3 +96,6 @@ def test_planted_example(seed):
 def test_nothing_to_calibrate_on():
     with pytest.raises(ValueError, match="no tokens"):
         convert_ffn(dense(), jnp.arange(16), jnp.arange(16, 64).reshape(12, 4), jnp.zeros((0, 16)), PrismConfig())
+    silent = dense()._replace(down=jnp.zeros((64, 16)))
+    with pytest.raises(ValueError, match="puts out nothing"):
+        convert_ffn(silent, jnp.arange(16), jnp.arange(16, 64).reshape(12, 4), jnp.ones((9, 16)), PrismConfig())

@@ -71,6 +71,13 @@ def test_base_is_written_and_can_be_transferred_again(text, tmp_path):
     assert records[0]["loss"] == pytest.approx(5.55, abs=0.05)
     # The same command goes on.
     assert train(dataclasses.replace(config, steps=3)).steps == 3
+    # So does the run by itself, and a grown one, when the base has gone.
+    run.rename(tmp_path / "moved")
+    assert main(["train", "--resume", str(tmp_path / "wide"), "--steps", "4"]) == 0
+    assert main(["grow", str(tmp_path / "wide"), "--out", str(tmp_path / "grown"), "--steps", "1"]) == 0
+    assert main(["train", "--resume", str(tmp_path / "grown")]) == 0
+    assert read_base(tmp_path / "grown") == base
+    assert read_config(tmp_path / "grown").model.residual_scale == 1 / 2  # as its weights were trained
 
 
 def test_another_base_is_refused(base, text, tmp_path):
